@@ -1,0 +1,388 @@
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "manager_state.h"
+#include "planner.h"
+
+namespace residency {
+namespace {
+
+/// The managers whose source is loading on this thread, innermost first.
+struct Loading {
+  const ManagerState* manager;
+  const Loading* outer;
+};
+thread_local const Loading* t_loading = nullptr;
+
+class LoadingGuard {
+ public:
+  explicit LoadingGuard(const ManagerState* manager) noexcept : loading_{manager, t_loading} {
+    t_loading = &loading_;
+  }
+  LoadingGuard(const LoadingGuard&) = delete;
+  LoadingGuard& operator=(const LoadingGuard&) = delete;
+  ~LoadingGuard() { t_loading = loading_.outer; }
+
+ private:
+  Loading loading_;
+};
+
+/// Whether an arrival that could fail has come to an end, good or bad.
+bool has_settled_arrival(const ValueRecord& record) noexcept {
+  for (const Materialization* each = record.first.get(); each != nullptr; each = each->next.get()) {
+    if (each->is_uncertain() && each->ready->poll() != FenceStatus::kPending) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::vector<FencePtr> incomplete(const std::vector<FencePtr>& first,
+                                 const std::vector<FencePtr>& second, const FencePtr& third) {
+  std::vector<FencePtr> fences;
+  const auto add = [&](const FencePtr& fence) {
+    if (fence && fence->poll() == FenceStatus::kPending) {
+      fences.push_back(fence);
+    }
+  };
+  std::ranges::for_each(first, add);
+  std::ranges::for_each(second, add);
+  add(third);
+  return fences;
+}
+
+}  // namespace
+
+void ManagerState::check_not_loading() const {
+  for (const Loading* each = t_loading; each != nullptr; each = each->outer) {
+    if (each->manager == this) {
+      throw ReentrancyError(fmt::format(
+          "manager {} was called from inside the load of one of its sources, on the same thread; "
+          "a source must not need the manager that it serves",
+          static_cast<std::uint32_t>(id_)));
+    }
+  }
+}
+
+ActionReport ManagerState::apply(const ResidencyAction& action, const ActionOptions& options) {
+  return perform(action, options, Phase::kExecute, nullptr).report;
+}
+
+ManagerState::Performed ManagerState::perform(const ResidencyAction& action,
+                                              const ActionOptions& options, Phase phase,
+                                              const PlanName& plan, bool keep_held) {
+  check_not_loading();
+  const Handle handle = handle_of(action);
+  TransitionRecord entry;
+  entry.action = kind_of(action);
+  entry.phase = phase;
+  entry.handle = handle;
+  entry.host_start_ns = now_ns();
+
+  Trash trash;
+  Lock lock(mutex_);
+  while (true) {
+    check_open();
+    settle_oldest(trash);
+    ValueRecord* record = take_turn(lock, handle);
+    const Turn turn(*this, record);
+    if (record != nullptr && has_settled_arrival(*record)) {
+      settle(trash, record);
+    }
+    Verdict verdict = plan_action(present_, action);
+    if (verdict.reason == Reason::kOverBudget) {  // perhaps no longer, once all is counted
+      settle(trash, record);
+      verdict = plan_action(present_, action);
+    }
+    if (!verdict.feasible()) {
+      throw_refusal(verdict, handle, to_string(action));
+    }
+    if (verdict.waits) {
+      if (!options.may_block) {
+        Verdict refused = verdict;
+        refused.reason = Reason::kWouldBlock;
+        throw_refusal(refused, handle, to_string(action));
+      }
+      entry.waited = true;
+      wait_on(lock, fences_to_wait_for(record, verdict));
+      continue;
+    }
+    if (options.stream && verdict.destination && options.stream->device != *verdict.destination &&
+        options.stream->device != verdict.source) {
+      throw std::invalid_argument(fmt::format(
+          "{}: the transfer stream belongs to {}, not to the destination {}", to_string(action),
+          to_string(options.stream->device), to_string(*verdict.destination)));
+    }
+    entry.reason = verdict.reason;
+    entry.source = verdict.source;
+    entry.destination = verdict.destination;
+    if (verdict.no_op()) {
+      entry.host_end_ns = entry.host_start_ns;
+      trace_.append(entry, nullptr, plan);
+      Performed performed;
+      performed.report.record_ = std::move(entry);
+      if (keep_held) {
+        performed.target = record->find(*verdict.destination);
+        ++performed.target->num_holds;
+        ++num_holds_;
+        ++version_;
+      }
+      return performed;
+    }
+    return verdict.reason == Reason::kDiscarded
+               ? carry_out_discard(lock, trash, *record, handle, entry, plan)
+               : carry_out(lock, trash, *record, handle, verdict, options, entry, plan, keep_held);
+  }
+}
+
+/// Runs in the open. Throws with nothing of the backend's left behind.
+ManagerState::Made ManagerState::make(ValueRecord& record, const Handle& handle,
+                                      const Verdict& verdict, const ActionOptions& options) {
+  Made made;
+  for (std::size_t i = 0; i < verdict.num_transitions; ++i) {
+    const Transition& each = verdict.transitions[i];
+    switch (each.kind) {
+      case TransitionKind::kReconstruct: {
+        BlockPtr loaded;
+        {
+          const LoadingGuard loading(this);
+          loaded = backend_->reconstruct(*record.source, record.spec, each.to);
+        }
+        const Layout* layout = loaded->layout();
+        const bool same_layout = record.spec.layout == nullptr || layout == nullptr ||
+                                 record.spec.layout.get() == layout ||
+                                 record.spec.layout->equals(*layout);
+        if (loaded->logical_bytes() != record.spec.logical_bytes || !same_layout) {
+          const std::string message =
+              fmt::format("{} loaded {} logical bytes ({}), {} was registered with {} ({})",
+                          record.source->describe(), loaded->logical_bytes().count(),
+                          layout != nullptr ? layout->describe() : "no layout", to_string(handle),
+                          record.spec.logical_bytes.count(),
+                          record.spec.layout ? record.spec.layout->describe() : "no layout");
+          backend_->release(std::move(loaded), {});
+          throw MaterializationError(message);
+        }
+        made.path = TransferPath::kSource;
+        if (each.temporary) {
+          made.temporary = std::move(loaded);
+        } else {
+          made.arriving = std::make_unique<Materialization>();
+          made.arriving->block = std::move(loaded);
+        }
+        break;
+      }
+      case TransitionKind::kCopy:
+      case TransitionKind::kRefresh: {
+        Materialization* source = made.temporary ? nullptr : record.find(each.from);
+        CopyRequest request;
+        request.value = handle;
+        request.spec = &record.spec;
+        request.source = source != nullptr ? source->block : made.temporary;
+        request.from = each.from;
+        request.to = each.to;
+        request.source_ready = source != nullptr ? source->ready : nullptr;
+        request.stream = options.stream;
+        if (each.kind == TransitionKind::kRefresh) {
+          const Materialization* target = record.find(each.to);
+          request.overwrite = target->block;
+          request.overwrite_after = incomplete(target->last_uses, target->readers, target->ready);
+        } else {
+          made.arriving = std::make_unique<Materialization>();
+        }
+        CopyResult result;
+        try {
+          result = backend_->copy(request);
+        } catch (...) {
+          if (made.temporary) {
+            request.source = nullptr;
+            backend_->release(std::move(made.temporary), {});
+          }
+          throw;
+        }
+        if (made.arriving) {
+          made.arriving->block = std::move(result.block);
+        }
+        made.fence = std::move(result.ready);
+        made.path = result.path;
+        made.blocked = result.blocked;
+        break;
+      }
+      case TransitionKind::kRelease: {
+        if (each.temporary) {
+          break;
+        }
+        const Materialization* given_up = record.find(each.from);
+        made.escape_watch = backend_->watch_escape(*given_up->block);
+        const bool was_read = i > 0 && verdict.transitions[i - 1].from == each.from;
+        if (was_read && made.fence && can_fail_later(made.path)) {
+          made.fence->retain_until_success(given_up->block);
+        }
+        break;
+      }
+    }
+  }
+  if (made.arriving) {
+    made.arriving->ranges = made.arriving->block->address_ranges();
+  }
+  return made;
+}
+
+ManagerState::Performed ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& record,
+                                                const Handle& handle, const Verdict& verdict,
+                                                const ActionOptions& options,
+                                                TransitionRecord& entry, const PlanName& plan,
+                                                bool keep_held) {
+  const std::span transitions(verdict.transitions.data(), verdict.num_transitions);
+  const auto makes = [](const Transition& each) {
+    return each.kind == TransitionKind::kReconstruct || each.kind == TransitionKind::kCopy;
+  };
+  for (const Transition& each : transitions) {
+    if (makes(each)) {
+      ledger_.account(each.to).charge(each.charge);
+    }
+  }
+  const std::uint32_t content_epoch = record.content_epoch;
+  Made made;
+  try {
+    const Unlocked unlocked(*this, lock);
+    made = make(record, handle, verdict, options);
+  } catch (...) {
+    for (const Transition& each : transitions) {
+      if (makes(each)) {
+        ledger_.account(each.to).used -= each.charge;
+      }
+    }
+    entry.failed = true;
+    entry.failure = describe(std::current_exception());
+    entry.host_end_ns = now_ns();
+    trace_.append(entry, nullptr, plan);
+    throw;
+  }
+
+  const bool fails_later = made.fence && can_fail_later(made.path);
+  Arrival arrival;
+  std::vector<Release> releases;
+  Materialization* target = nullptr;
+  bool gave_up_stale = false;
+  for (const Transition& each : transitions) {
+    switch (each.kind) {
+      case TransitionKind::kReconstruct:
+      case TransitionKind::kCopy:
+      case TransitionKind::kRefresh: {
+        if (each.temporary) {
+          break;
+        }
+        if (each.kind == TransitionKind::kRefresh) {
+          target = record.find(each.to);
+          trash.objects.push_back(std::move(target->ready));
+        } else {
+          target = made.arriving.get();
+          target->location = each.to;
+          target->charge = each.charge;
+          attach(record, std::move(made.arriving));
+          ledger_.list(each.to);
+        }
+        target->ready = made.fence;
+        target->fails_later = fails_later;
+        // Written while it was being copied, by somebody who did not say so.
+        target->stale = record.content_epoch != content_epoch;
+        arrival.at = each.to;
+        arrival.from = each.from;
+        arrival.overwrites = each.kind == TransitionKind::kRefresh;
+        if (made.fence) {
+          if (Materialization* source = record.find(each.from);
+              source != nullptr && source != target) {
+            std::erase_if(source->readers, [](const FencePtr& fence) {
+              return fence->poll() != FenceStatus::kPending;
+            });
+            source->readers.push_back(made.fence);
+          }
+        }
+        break;
+      }
+      case TransitionKind::kRelease: {
+        if (each.temporary) {
+          Account& account = ledger_.account(each.from);
+          account.used -= each.charge;
+          std::vector<FencePtr> after = incomplete({}, {}, made.fence);
+          if (!after.empty() && !backend_->reuses_in_device_order(each.from)) {
+            account.retiring += each.charge;
+            retiring_.push_back({each.from, each.charge, after});
+          }
+          releases.push_back({std::move(made.temporary), std::move(after)});
+          break;
+        }
+        std::unique_ptr<Materialization> given_up = detach(record, each.from);
+        gave_up_stale = given_up->stale;
+        if (!fails_later || arrival.from != each.from) {
+          give_up(std::move(given_up), std::move(made.escape_watch), releases);
+          break;
+        }
+        // The fence keeps the block until the transfer has succeeded, the arrival the rest.
+        trash.objects.push_back(std::move(given_up->block));
+        given_up->block = nullptr;
+        Account& account = ledger_.account(each.from);
+        if (made.escape_watch) {
+          account.escaped += given_up->charge;
+          arrival.escape_watch = made.escape_watch;
+          escaped_.push_back({each.from, given_up->charge, std::move(made.escape_watch)});
+        } else {
+          account.used -= given_up->charge;
+          account.retiring += given_up->charge;
+        }
+        arrival.departing = std::move(given_up);
+        break;
+      }
+    }
+  }
+  if (fails_later) {
+    arrival.handle = handle;
+    arrival.path = made.path;
+    arrival.fence = made.fence;
+    arrivals_.push_back(std::move(arrival));
+  }
+  ++version_;
+  entry.bytes = verdict.bytes;
+  entry.path = made.path;
+  entry.waited |= made.blocked;
+  entry.host_end_ns = now_ns();
+  trace_.append(entry, made.fence, plan);
+
+  Performed performed;
+  performed.report.record_ = std::move(entry);
+  performed.report.fence_ = made.fence;
+  performed.report.gave_up_stale_ = gave_up_stale;
+  if (fails_later) {
+    performed.report.state_ = shared_from_this();
+  }
+  if (keep_held) {
+    performed.target = target;
+    ++target->num_holds;
+    ++num_holds_;
+  }
+  run_releases(lock, releases);
+  return performed;
+}
+
+ManagerState::Performed ManagerState::carry_out_discard(Lock& lock, Trash& trash,
+                                                        ValueRecord& record, const Handle& handle,
+                                                        TransitionRecord& entry,
+                                                        const PlanName& plan) {
+  std::vector<Release> releases;
+  std::vector<FencePtr> watches = watch_escapes(lock, record);
+  for (FencePtr& watch : watches) {
+    give_up(detach(record, record.first->location), std::move(watch), releases);
+  }
+  end_value(record, trash);
+  failures_.erase(handle.id());
+  ++version_;
+  entry.host_end_ns = now_ns();
+  trace_.append(entry, nullptr, plan);
+  Performed performed;
+  performed.report.record_ = std::move(entry);
+  run_releases(lock, releases);
+  return performed;
+}
+
+}  // namespace residency

@@ -1,0 +1,40 @@
+#include "residency/core/backend.h"
+
+#include <stdexcept>
+
+namespace residency {
+
+Block::~Block() = default;
+View::~View() = default;
+Source::~Source() = default;
+Backend::~Backend() = default;
+
+Stream Backend::current_stream(Location location) {
+  throw std::invalid_argument("this backend has no streams at " + to_string(location));
+}
+
+FencePtr Backend::record_use(const Stream& stream) {
+  throw std::invalid_argument("this backend has no streams at " + to_string(stream.device));
+}
+
+std::shared_ptr<void> Backend::make_headroom(Location, Bytes, std::string_view) {
+  return nullptr;
+}
+
+std::string_view to_string(TransferPath path) {
+  switch (path) {
+    case TransferPath::kNone: return "none";
+    case TransferPath::kDirect: return "direct";
+    case TransferPath::kPeer: return "peer";
+    case TransferPath::kStaged: return "staged";
+    case TransferPath::kFile: return "file";
+    case TransferPath::kSource: return "source";
+  }
+  return {};
+}
+
+std::string_view to_string(Access access) {
+  return access == Access::kRead ? "read" : "write";
+}
+
+}  // namespace residency

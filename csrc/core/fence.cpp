@@ -1,0 +1,55 @@
+#include "residency/core/fence.h"
+
+#include "residency/core/backend.h"
+
+namespace residency {
+
+Fence::~Fence() = default;
+
+void Fence::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock,
+                [&] { return status_.load(std::memory_order_acquire) != FenceStatus::kPending; });
+}
+
+std::optional<std::int64_t> Fence::elapsed_ns() const {
+  const std::lock_guard lock(mutex_);
+  return elapsed_ns_ < 0 ? std::nullopt : std::optional(elapsed_ns_);
+}
+
+std::exception_ptr Fence::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void Fence::complete(std::int64_t elapsed_ns) {
+  std::shared_ptr<Block> replaced;  // destroyed without the lock: a tensor may take the GIL
+  {
+    const std::lock_guard lock(mutex_);
+    elapsed_ns_ = elapsed_ns;
+    replaced = std::move(retained_);
+    status_.store(FenceStatus::kDone, std::memory_order_release);
+    changed_.notify_all();
+  }
+}
+
+void Fence::fail(std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  error_ = std::move(error);
+  status_.store(FenceStatus::kFailed, std::memory_order_release);
+  changed_.notify_all();
+}
+
+void Fence::retain_until_success(std::shared_ptr<Block> block) {
+  const std::lock_guard lock(mutex_);
+  if (status_.load(std::memory_order_acquire) != FenceStatus::kDone) {
+    retained_ = std::move(block);
+  }
+}
+
+std::shared_ptr<Block> Fence::take_retained() {
+  const std::lock_guard lock(mutex_);
+  return std::move(retained_);
+}
+
+}  // namespace residency

@@ -1,0 +1,627 @@
+#include <algorithm>
+#include <stdexcept>
+#include <unordered_set>
+
+#include <fmt/format.h>
+
+#include "manager_state.h"
+#include "planner.h"
+#include "warning.h"
+
+namespace residency {
+
+// --- Leases
+
+namespace {
+
+void check_lease_arguments(std::span<const Handle> handles, Location at,
+                           const AcquireOptions& options) {
+  if (handles.empty()) {
+    throw std::invalid_argument("acquire: the list of handles is empty");
+  }
+  if (at.is_disk()) {
+    throw std::invalid_argument("acquire: nothing can be read in place at " + to_string(at) +
+                                "; lease it at a host or device location");
+  }
+  if (options.stream && !at.is_cuda()) {
+    throw std::invalid_argument("acquire: a lease at " + to_string(at) + " takes no stream");
+  }
+  if (options.stream && options.stream->device != at) {
+    throw std::invalid_argument("acquire: the stream belongs to " +
+                                to_string(options.stream->device) + ", the lease is at " +
+                                to_string(at));
+  }
+}
+
+}  // namespace
+
+/// The records of `handles`, duplicates collapsed, none of them busy. Throws for a handle that is
+/// not good and for a failure that nobody was told yet.
+std::vector<ValueRecord*> ManagerState::resolve_all(Lock& lock, std::span<const Handle> handles,
+                                                    std::vector<Handle>& unique) {
+  while (true) {
+    check_open();
+    std::vector<ValueRecord*> records;
+    records.reserve(handles.size());
+    unique.clear();
+    unique.reserve(handles.size());
+    const std::uint32_t visit = next_visit_++;
+    const Handle* busy = nullptr;
+    for (const Handle& handle : handles) {
+      ValueRecord& record = resolve(handle);
+      if (record.busy) {
+        busy = &handle;
+        break;
+      }
+      if (record.visit != visit) {
+        record.visit = visit;
+        records.push_back(&record);
+        unique.push_back(handle);
+      }
+    }
+    if (busy == nullptr) {
+      for (std::size_t i = 0; i < records.size(); ++i) {
+        throw_failure_of(*records[i], unique[i]);
+      }
+      return records;
+    }
+    wait_until_idle(lock, *busy);
+  }
+}
+
+std::unique_ptr<LeaseState> ManagerState::protect_for_lease(Lock& lock, Trash& trash,
+                                                            std::span<const Handle> handles,
+                                                            Location at, Access access) {
+  auto lease = std::make_unique<LeaseState>();
+  lease->manager = shared_from_this();
+  lease->location = at;
+  lease->access = access;
+  settle(trash);
+  const std::vector<ValueRecord*> records = resolve_all(lock, handles, lease->handles);
+  lease->values.resize(records.size());
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    ValueRecord& record = *records[i];
+    Materialization* materialization = record.find(at);
+    if (materialization == nullptr || materialization->stale) {
+      throw UnavailableError(fmt::format(
+          "acquire: {} has no {}materialization at {}; ensure it there first, or borrow it",
+          to_string(lease->handles[i]), materialization != nullptr ? "good " : "", to_string(at)));
+    }
+    const bool excluded = access == Access::kWrite ? record.num_leases != 0 : record.write_leased;
+    if (excluded) {
+      throw InUseError({.num_leases = record.num_leases},
+                       fmt::format("acquire: {} has {} lease(s) and a write lease excludes every "
+                                   "other one; release first",
+                                   to_string(lease->handles[i]), record.num_leases));
+    }
+    if (access == Access::kWrite && record.spec.mutability != Mutability::kMutable) {
+      throw std::invalid_argument(fmt::format(
+          "acquire: {} is immutable and cannot be leased for writing; register it as mutable",
+          to_string(lease->handles[i])));
+    }
+    lease->values[i].record = &record;
+    lease->values[i].materialization = materialization;
+    lease->values[i].block = materialization->block;
+  }
+  for (const LeasedValue& each : lease->values) {
+    ++each.materialization->num_leases;
+    ++each.record->num_leases;
+    each.record->write_leased = access == Access::kWrite;
+  }
+  ++num_leases_;
+  ++version_;
+  return lease;
+}
+
+void ManagerState::end_protection(LeaseState& lease) {
+  if (closed()) {
+    return;  // closing has ended everything, and the materializations are gone
+  }
+  for (const LeasedValue& each : lease.values) {
+    --each.materialization->num_leases;
+    --each.record->num_leases;
+    each.record->write_leased = false;
+  }
+  --num_leases_;
+  ++version_;
+}
+
+Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
+                            const AcquireOptions& options) {
+  check_not_loading();
+  check_lease_arguments(handles, at, options);
+  Trash trash;
+  std::unique_ptr<LeaseState> lease;
+  Lock lock(mutex_);
+  check_open();
+  check_available(at);
+  lease = protect_for_lease(lock, trash, handles, at, options.access);
+  // The host waits at host locations, for arrivals that may fail, and before a write for whoever
+  // still reads the bytes; everything else is left to the consumer's stream.
+  std::vector<FencePtr> host_waits;
+  std::vector<FencePtr> ready;
+  ready.reserve(lease->values.size());
+  for (const LeasedValue& each : lease->values) {
+    const Materialization& materialization = *each.materialization;
+    ready.push_back(materialization.ready);
+    if (materialization.ready && (!at.is_cuda() || materialization.fails_later)) {
+      host_waits.push_back(materialization.ready);
+    }
+    if (options.access == Access::kWrite) {
+      host_waits.insert(host_waits.end(), materialization.readers.begin(),
+                        materialization.readers.end());
+    }
+  }
+  std::exception_ptr failure;
+  std::size_t num_begun = 0;
+  try {
+    if (!host_waits.empty()) {
+      wait_on(lock, host_waits);
+    }
+    const Unlocked unlocked(*this, lock);
+    for (const FencePtr& fence : host_waits) {
+      if (fence->poll() == FenceStatus::kFailed) {
+        throw UnavailableError("acquire: a transfer failed");  // replaced by its own error below
+      }
+    }
+    if (at.is_cuda()) {
+      lease->streams.push_back(options.stream ? *options.stream : backend_->current_stream(at));
+    }
+    const std::optional<Stream> stream =
+        lease->streams.empty() ? std::nullopt : std::optional(lease->streams.front());
+    for (; num_begun < lease->values.size(); ++num_begun) {
+      backend_->begin_access(*lease->values[num_begun].block, options.access, stream,
+                             ready[num_begun], options_.checksum_leases);
+    }
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  if (!failure) {
+    return Lease(std::move(lease));
+  }
+  {
+    const Unlocked unlocked(*this, lock);
+    for (std::size_t i = 0; i < num_begun; ++i) {
+      try {
+        (void)backend_->end_access(*lease->values[i].block, options.access,
+                                   options_.checksum_leases);
+      } catch (...) {
+        // The first failure is the one to tell.
+      }
+    }
+  }
+  end_protection(*lease);
+  lease->ended.store(true, std::memory_order_release);
+  if (!closed()) {
+    settle(trash);
+    for (const Handle& handle : lease->handles) {
+      if (ValueRecord* record = values_.find(handle).record) {
+        throw_failure_of(*record, handle);
+      }
+    }
+  }
+  std::rethrow_exception(failure);
+}
+
+Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
+                           const AcquireOptions& options) {
+  check_not_loading();
+  check_lease_arguments(handles, at, options);
+  PlanReport report;
+  report.plan_ = "borrow";
+  const auto name = std::make_shared<const std::string>(report.plan_);
+  std::vector<std::pair<Handle, Materialization*>> held;
+  const auto end_holds = [&](const Lock&) {
+    if (closed()) {
+      return;
+    }
+    for (const auto& [handle, materialization] : held) {
+      --materialization->num_holds;
+      --num_holds_;
+    }
+    version_ += held.empty() ? 0U : 1U;
+    held.clear();
+  };
+  std::vector<ResidencyAction> ensures;
+  ensures.reserve(handles.size());
+  std::unordered_set<Handle> seen;
+  for (const Handle& handle : handles) {
+    if (seen.insert(handle).second) {
+      ensures.emplace_back(EnsureResident{handle, at});
+    }
+  }
+  {
+    Trash trash;
+    const Lock lock(mutex_);
+    check_open();
+    settle(trash);
+    World world(values_, ledger_, *backend_, options_);
+    const Simulated simulated = simulate(world, Phase::kExecute, ensures, nullptr);
+    if (!simulated.feasible) {
+      throw_refusal(simulated.verdict, handle_of(ensures[simulated.index]),
+                    to_string(ensures[simulated.index]));
+    }
+  }
+  try {
+    for (const ResidencyAction& ensure : ensures) {
+      Performed performed = perform(ensure, {.may_block = options.may_block}, Phase::kExecute, name,
+                                    /*keep_held=*/true);
+      held.emplace_back(handle_of(ensure), performed.target);
+      report.entries_.push_back(std::move(performed.report));
+    }
+    Lease lease = acquire(handles, at, options);
+    lease.state_->transitions = std::move(report);
+    const Lock lock(mutex_);
+    end_holds(lock);
+    return lease;
+  } catch (...) {
+    {
+      const Lock lock(mutex_);
+      end_holds(lock);
+    }
+    (void)roll_back(report, 0, Phase::kExecute, name);
+    throw;
+  }
+}
+
+View& ManagerState::view(LeaseState& lease, const Handle& handle) {
+  check_open();
+  const std::size_t count = lease.handles.size();
+  const std::size_t first = lease.next_view.load(std::memory_order_relaxed);
+  for (std::size_t i = 0; i < count && !lease.ended.load(std::memory_order_acquire); ++i) {
+    const std::size_t position = first + i < count ? first + i : first + i - count;
+    if (lease.handles[position] == handle) {
+      lease.next_view.store(position + 1 < count ? position + 1 : 0, std::memory_order_relaxed);
+      LeasedValue& value = lease.values[position];
+      const std::lock_guard guard(lease.mutex);
+      if (lease.ended.load(std::memory_order_acquire)) {
+        break;
+      }
+      if (!value.view) {
+        value.view = backend_->open_view(*value.block);
+      }
+      return *value.view;
+    }
+  }
+  if (lease.ended.load(std::memory_order_acquire)) {
+    throw LifetimeClosedError(
+        fmt::format("the lease at {} has been released", to_string(lease.location)));
+  }
+  throw HandleError(handle, Reason::kUnknownHandle, id_);
+}
+
+void ManagerState::add_stream(LeaseState& lease, const Stream& stream) {
+  check_not_loading();
+  if (stream.device != lease.location) {
+    throw std::invalid_argument("add_stream: the stream belongs to " + to_string(stream.device) +
+                                ", the lease is at " + to_string(lease.location));
+  }
+  if (lease.ended.load(std::memory_order_acquire)) {
+    throw LifetimeClosedError("add_stream: the lease has been released");
+  }
+  check_open();
+  std::vector<FencePtr> ready;
+  {
+    const Lock lock(mutex_);
+    check_open();
+    for (const LeasedValue& each : lease.values) {
+      ready.push_back(each.materialization->ready);
+    }
+  }
+  const std::lock_guard guard(lease.mutex);
+  if (lease.ended.load(std::memory_order_acquire)) {
+    throw LifetimeClosedError("add_stream: the lease has been released");
+  }
+  if (std::ranges::find(lease.streams, stream) != lease.streams.end()) {
+    return;
+  }
+  for (std::size_t i = 0; i < lease.values.size(); ++i) {
+    backend_->begin_access(*lease.values[i].block, lease.access, stream, ready[i], false);
+  }
+  lease.streams.push_back(stream);
+}
+
+void ManagerState::release(LeaseState& lease, bool wait) {
+  if (lease.ended.exchange(true, std::memory_order_acq_rel)) {
+    return;
+  }
+  std::vector<std::optional<std::string>> written(lease.values.size());
+  std::vector<FencePtr> last_uses;
+  std::exception_ptr failure;
+  std::optional<std::size_t> first_written;
+  {
+    Lock lock(mutex_);
+    if (!closed()) {
+      const Unlocked unlocked(*this, lock);
+      const std::lock_guard guard(lease.mutex);
+      for (const Stream& stream : lease.streams) {
+        try {
+          last_uses.push_back(backend_->record_use(stream));
+        } catch (...) {
+          failure = std::current_exception();
+        }
+      }
+      for (std::size_t i = 0; i < lease.values.size(); ++i) {
+        try {
+          written[i] =
+              backend_->end_access(*lease.values[i].block, lease.access, options_.checksum_leases);
+        } catch (...) {
+          failure = std::current_exception();
+        }
+        if (written[i] && !first_written) {
+          first_written = i;
+        }
+      }
+    }
+    if (!closed()) {
+      for (std::size_t i = 0; i < lease.values.size(); ++i) {
+        LeasedValue& each = lease.values[i];
+        if (!last_uses.empty()) {
+          std::erase_if(each.materialization->last_uses, [](const FencePtr& fence) {
+            return fence->poll() != FenceStatus::kPending;
+          });
+          each.materialization->last_uses.insert(each.materialization->last_uses.end(),
+                                                 last_uses.begin(), last_uses.end());
+        }
+        if (written[i] || lease.access == Access::kWrite) {
+          mark_others_stale(*each.record, each.materialization);
+        }
+      }
+      end_protection(lease);
+    }
+  }
+  {
+    const std::lock_guard guard(lease.mutex);
+    for (LeasedValue& each : lease.values) {
+      each.view = nullptr;
+      each.block = nullptr;
+    }
+  }
+  if (wait) {
+    for (const FencePtr& fence : last_uses) {
+      fence->wait();
+    }
+  }
+  if (first_written) {
+    const Handle& handle = lease.handles[*first_written];
+    throw UndeclaredWriteError(
+        handle, *written[*first_written],
+        fmt::format("field '{}' of {} was written during a read lease; its other materializations "
+                    "are stale now. Acquire a write lease on a mutable value to write",
+                    *written[*first_written], to_string(handle)));
+  }
+  if (failure) {
+    std::rethrow_exception(failure);
+  }
+}
+
+// --- Holds
+
+Hold ManagerState::hold(std::span<const Handle> handles, Location at) {
+  check_not_loading();
+  if (handles.empty()) {
+    throw std::invalid_argument("hold: the list of handles is empty");
+  }
+  auto hold = std::make_unique<HoldState>();
+  hold->manager = shared_from_this();
+  hold->location = at;
+  Trash trash;
+  Lock lock(mutex_);
+  check_open();
+  check_available(at);
+  while (true) {
+    settle(trash);
+    const std::vector<ValueRecord*> records = resolve_all(lock, handles, hold->handles);
+    hold->materializations.clear();
+    std::vector<FencePtr> uncertain;
+    for (std::size_t i = 0; i < records.size(); ++i) {
+      Materialization* materialization = records[i]->find(at);
+      if (materialization == nullptr || materialization->stale) {
+        throw UnavailableError(fmt::format("hold: {} has no good materialization at {}",
+                                           to_string(hold->handles[i]), to_string(at)));
+      }
+      if (materialization->is_uncertain()) {
+        uncertain.push_back(materialization->ready);
+      }
+      hold->materializations.push_back(materialization);
+    }
+    if (uncertain.empty()) {
+      break;
+    }
+    wait_on(lock, uncertain);  // what may still fail to arrive cannot be kept
+  }
+  for (Materialization* each : hold->materializations) {
+    ++each->num_holds;
+  }
+  ++num_holds_;
+  ++version_;
+  return Hold(std::move(hold));
+}
+
+void ManagerState::release(HoldState& hold) {
+  if (hold.ended.exchange(true, std::memory_order_acq_rel)) {
+    return;
+  }
+  const Lock lock(mutex_);
+  if (closed()) {
+    return;
+  }
+  for (Materialization* each : hold.materializations) {
+    --each->num_holds;
+  }
+  --num_holds_;
+  ++version_;
+}
+
+// --- Reservations
+
+Reservation ManagerState::reserve(MemoryReservation reservation, bool require_physical,
+                                  bool may_block) {
+  check_not_loading();
+  if (reservation.label.empty()) {
+    throw std::invalid_argument("reserve: the label is empty");
+  }
+  auto state = std::make_unique<ReservationState>();
+  state->manager = shared_from_this();
+  state->fields = reservation;
+  Trash trash;
+  Lock lock(mutex_);
+  check_open();
+  check_available(reservation.location);
+  admit(lock, trash, reservation.location, reservation.nbytes, may_block);
+  ledger_.account(reservation.location).reserve(reservation.nbytes);
+  std::shared_ptr<void> headroom;
+  try {
+    const Unlocked unlocked(*this, lock);
+    headroom = backend_->make_headroom(reservation.location, reservation.nbytes, reservation.label);
+    if (!headroom && require_physical) {
+      throw HeadroomError(
+          reservation.location, reservation.nbytes, std::nullopt, std::nullopt,
+          fmt::format("reservation '{}' of {} B at {} can only be accounted: nothing here can make "
+                      "it physical; install the allocator plugin or do without require_physical",
+                      reservation.label, reservation.nbytes.count(),
+                      to_string(reservation.location)));
+    }
+  } catch (...) {
+    ledger_.account(reservation.location).reserved -= reservation.nbytes;
+    throw;
+  }
+  state->number = next_reservation_++;
+  state->physical = headroom != nullptr;
+  ledger_.list(reservation.location);
+  reservations_.emplace(state->number,
+                        OpenReservation{std::move(reservation), std::move(headroom)});
+  ++version_;
+  return Reservation(std::move(state));
+}
+
+void ManagerState::release(ReservationState& reservation) {
+  if (reservation.ended.exchange(true, std::memory_order_acq_rel)) {
+    return;
+  }
+  std::shared_ptr<void> headroom;  // given back with the mutex open
+  const Lock lock(mutex_);
+  const auto open = reservations_.find(reservation.number);
+  if (open == reservations_.end()) {
+    return;  // a forced close has ended it
+  }
+  headroom = std::move(open->second.headroom);
+  ledger_.account(open->second.fields.location).reserved -= open->second.fields.nbytes;
+  reservations_.erase(open);
+  ++version_;
+}
+
+// --- The public faces
+
+namespace {
+
+/// Releases what a guard still has, in a destructor: never throws, never waits.
+template <class State>
+void abandon(State* state, const std::string& what) noexcept {
+  try {
+    if (state == nullptr || state->ended.load() || state->manager->closed()) {
+      return;
+    }
+    if constexpr (std::is_same_v<State, LeaseState>) {
+      state->manager->release(*state, false);
+    } else {
+      state->manager->release(*state);
+    }
+    warn(what + " was destroyed while active; it has been released. Release it explicitly");
+  } catch (const std::exception& error) {
+    warn(what + " was destroyed while active; it has been released. " + error.what());
+  } catch (...) {
+    warn(what + " was destroyed while active; it has been released");
+  }
+}
+
+}  // namespace
+
+Lease::Lease(std::unique_ptr<LeaseState> state) noexcept : state_(std::move(state)) {}
+Lease::Lease(Lease&&) noexcept = default;
+Lease& Lease::operator=(Lease&& other) noexcept {
+  std::swap(state_, other.state_);
+  return *this;
+}
+Lease::~Lease() {
+  if (active()) {
+    abandon(state_.get(), fmt::format("a lease of {} value(s) at {}", state_->handles.size(),
+                                      to_string(state_->location)));
+  }
+}
+std::span<const Handle> Lease::handles() const noexcept {
+  return state_->handles;
+}
+Location Lease::location() const noexcept {
+  return state_->location;
+}
+Access Lease::access() const noexcept {
+  return state_->access;
+}
+bool Lease::active() const noexcept {
+  return state_ && !state_->ended.load(std::memory_order_acquire) && !state_->manager->closed();
+}
+const PlanReport& Lease::transitions() const noexcept {
+  return state_->transitions;
+}
+View& Lease::view(const Handle& handle) const {
+  return state_->manager->view(*state_, handle);
+}
+void Lease::add_stream(const Stream& stream) {
+  state_->manager->add_stream(*state_, stream);
+}
+void Lease::release(bool wait) {
+  state_->manager->release(*state_, wait);
+}
+
+Hold::Hold(std::unique_ptr<HoldState> state) noexcept : state_(std::move(state)) {}
+Hold::Hold(Hold&&) noexcept = default;
+Hold& Hold::operator=(Hold&& other) noexcept {
+  std::swap(state_, other.state_);
+  return *this;
+}
+Hold::~Hold() {
+  if (active()) {
+    abandon(state_.get(), fmt::format("a hold of {} value(s) at {}", state_->handles.size(),
+                                      to_string(state_->location)));
+  }
+}
+std::span<const Handle> Hold::handles() const noexcept {
+  return state_->handles;
+}
+Location Hold::location() const noexcept {
+  return state_->location;
+}
+bool Hold::active() const noexcept {
+  return state_ && !state_->ended.load(std::memory_order_acquire) && !state_->manager->closed();
+}
+void Hold::release() {
+  state_->manager->release(*state_);
+}
+
+Reservation::Reservation(std::unique_ptr<ReservationState> state) noexcept
+    : state_(std::move(state)) {}
+Reservation::Reservation(Reservation&&) noexcept = default;
+Reservation& Reservation::operator=(Reservation&& other) noexcept {
+  std::swap(state_, other.state_);
+  return *this;
+}
+Reservation::~Reservation() {
+  if (active()) {
+    abandon(state_.get(), "reservation '" + state_->fields.label + "'");
+  }
+}
+const MemoryReservation& Reservation::fields() const noexcept {
+  return state_->fields;
+}
+bool Reservation::active() const noexcept {
+  return state_ && !state_->ended.load(std::memory_order_acquire) && !state_->manager->closed();
+}
+bool Reservation::physical() const noexcept {
+  return state_->physical;
+}
+void Reservation::release() {
+  state_->manager->release(*state_);
+}
+
+}  // namespace residency

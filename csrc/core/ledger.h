@@ -1,0 +1,86 @@
+#pragma once
+
+#include <algorithm>
+#include <deque>
+#include <optional>
+#include <vector>
+
+#include "residency/core/bytes.h"
+#include "residency/core/location.h"
+#include "residency/core/verdict.h"
+
+namespace residency {
+
+/// The accounting of one location.
+struct Account {
+  Location location;
+  std::optional<Bytes> budget{};
+  Bytes used{};      ///< materializations, temporary loads, escaped memory
+  Bytes reserved{};  ///< open reservations
+  Bytes retiring{};  ///< given up, but something still reads it
+  Bytes escaped{};   ///< part of used: given up, but others keep the memory alive
+  Bytes peak_used{};
+  Bytes peak_charged{};  ///< of used + reserved
+  bool listed = false;
+
+  void note_peaks() {
+    peak_used = std::max(peak_used, used);
+    peak_charged = std::max(peak_charged, used.saturating_add(reserved));
+  }
+  void charge(Bytes bytes) {
+    used += bytes;
+    note_peaks();
+  }
+  void reserve(Bytes bytes) {
+    reserved += bytes;
+    note_peaks();
+  }
+
+  /// Bytes by which `requested` does not fit.
+  [[nodiscard]] Bytes lacking(Bytes requested) const noexcept {
+    return budget ? used.saturating_add(reserved)
+                        .saturating_add(retiring)
+                        .saturating_add(requested)
+                        .saturating_sub(*budget)
+                  : Bytes();
+  }
+  [[nodiscard]] Shortfall shortfall(Bytes requested) const noexcept {
+    return {location, budget.value_or(Bytes::max()), used, reserved, retiring, requested};
+  }
+};
+
+/// The accounts of a manager. Guarded by the manager's mutex.
+class Ledger {
+ public:
+  [[nodiscard]] const Account* find(Location location) const noexcept {
+    const auto found = std::ranges::find(accounts_, location, &Account::location);
+    return found == accounts_.end() ? nullptr : &*found;
+  }
+  /// The account, made when it is not there yet. References stay valid.
+  [[nodiscard]] Account& account(Location location) {
+    for (Account& each : accounts_) {
+      if (each.location == location) {
+        return each;
+      }
+    }
+    accounts_.push_back({.location = location});
+    return accounts_.back();
+  }
+  /// Adds the location to the public list at its first successful use.
+  void list(Location location) {
+    Account& account = this->account(location);
+    if (!account.listed) {
+      account.listed = true;
+      listed_.push_back(location);
+    }
+  }
+  [[nodiscard]] const std::vector<Location>& listed() const noexcept { return listed_; }
+  [[nodiscard]] std::deque<Account>& accounts() noexcept { return accounts_; }
+  [[nodiscard]] const std::deque<Account>& accounts() const noexcept { return accounts_; }
+
+ private:
+  std::deque<Account> accounts_;  // few: searched linearly
+  std::vector<Location> listed_;
+};
+
+}  // namespace residency

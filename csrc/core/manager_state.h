@@ -1,0 +1,364 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "ledger.h"
+#include "residency/core/errors.h"
+#include "residency/core/manager.h"
+#include "trace.h"
+#include "value_table.h"
+#include "world.h"
+
+namespace residency {
+
+/// What is taken out of the state under the mutex and destroyed after it: a tensor's destructor may
+/// take the GIL, a source may be a Python object.
+struct Trash {
+  std::vector<std::shared_ptr<const void>> objects;
+  std::vector<std::unique_ptr<Materialization>> materializations;
+};
+
+/// A lease's share of one value.
+struct LeasedValue {
+  ValueRecord* record = nullptr;
+  Materialization* materialization = nullptr;  // stays where it is while it is leased
+  BlockPtr block;
+  std::unique_ptr<View> view;
+};
+
+struct LeaseState {
+  std::shared_ptr<ManagerState> manager;
+  std::vector<Handle> handles;
+  std::vector<LeasedValue> values;  // parallel to handles
+  Location location;
+  Access access = Access::kRead;
+  PlanReport transitions;
+  std::mutex mutex;  // guards streams, views and blocks; never held while taking the manager's
+  std::atomic<std::size_t> next_view{0};  // readers mostly go through a lease in its order
+  std::vector<Stream> streams;
+  std::atomic<bool> ended{false};
+};
+
+struct HoldState {
+  std::shared_ptr<ManagerState> manager;
+  std::vector<Handle> handles;
+  std::vector<Materialization*> materializations;
+  Location location;
+  std::atomic<bool> ended{false};
+};
+
+struct ReservationState {
+  std::shared_ptr<ManagerState> manager;
+  MemoryReservation fields;
+  std::uint64_t number = 0;
+  bool physical = false;
+  std::atomic<bool> ended{false};
+};
+
+struct ScopeState {
+  std::shared_ptr<ManagerState> manager;
+  ResidencyPlan plan;
+  ScopeOptions options;
+  std::shared_ptr<const std::string> plan_name;
+  bool attempted = false;
+  bool entered = false;
+  bool closed = false;
+  std::vector<Reservation> reservations;
+  PlanReport report;
+};
+
+/// Everything that a manager is. Leases, holds, scopes and reservations share it and may outlive
+/// the Manager, after which it is closed.
+///
+/// Note [Calls outside the mutex]
+/// Whatever may block, allocate device memory, call back or destroy a tensor happens inside an
+/// `Unlocked` section. Before it, the call has taken the *turn* of the value that it works on
+/// (`Turn`), so the value cannot change under it, and has charged what it is about to make; after
+/// it the result is committed, or the charges are undone. `close` waits until no section is open.
+class ManagerState : public std::enable_shared_from_this<ManagerState> {
+ public:
+  ManagerState(ManagerId id, ManagerOptions options, std::shared_ptr<Backend> backend);
+  ManagerState(const ManagerState&) = delete;
+  ManagerState& operator=(const ManagerState&) = delete;
+  ~ManagerState();
+
+  [[nodiscard]] ManagerId id() const noexcept { return id_; }
+  [[nodiscard]] bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
+  [[nodiscard]] Backend& backend() const noexcept { return *backend_; }
+  [[nodiscard]] const ManagerOptions& options() const noexcept { return options_; }
+
+  // Values (values.cpp)
+  [[nodiscard]] Handle register_source(std::shared_ptr<Source> source, const ValueSpec& spec,
+                                       Location at, ValueType type);
+  [[nodiscard]] Handle adopt(BlockPtr block, const ValueSpec& spec, ValueType type);
+  [[nodiscard]] BlockPtr take(const Handle& handle, std::optional<Location> at);
+  std::size_t forget_discarded();
+
+  // Actions and plans (actions.cpp, execute.cpp)
+  ActionReport apply(const ResidencyAction& action, const ActionOptions& options);
+  PlanReport execute(std::span<const ResidencyAction> actions, const ExecuteOptions& options);
+  [[nodiscard]] Explanation explain(const ResidencyPlan* plan,
+                                    std::span<const ResidencyAction> actions,
+                                    std::optional<std::uint64_t> expected_state_version);
+  [[nodiscard]] Scope scope(ResidencyPlan plan, ScopeOptions options);
+  void enter(ScopeState& scope);
+  void close(ScopeState& scope);
+  void abandon(ScopeState& scope) noexcept;
+
+  // Guards (guards.cpp)
+  [[nodiscard]] Lease acquire(std::span<const Handle> handles, Location at,
+                              const AcquireOptions& options);
+  [[nodiscard]] Lease borrow(std::span<const Handle> handles, Location at,
+                             const AcquireOptions& options);
+  [[nodiscard]] View& view(LeaseState& lease, const Handle& handle);
+  void add_stream(LeaseState& lease, const Stream& stream);
+  void release(LeaseState& lease, bool wait);
+  [[nodiscard]] Hold hold(std::span<const Handle> handles, Location at);
+  void release(HoldState& hold);
+  [[nodiscard]] Reservation reserve(MemoryReservation reservation, bool require_physical,
+                                    bool may_block = true);
+  void release(ReservationState& reservation);
+
+  // The rest (manager_state.cpp)
+  void set_budget(Location location, std::optional<Bytes> budget);
+  void reset_peaks();
+  [[nodiscard]] std::vector<Location> locations();
+  [[nodiscard]] Snapshot snapshot();
+  [[nodiscard]] std::vector<TransitionRecord> trace(std::optional<std::size_t> limit);
+  [[nodiscard]] std::uint64_t state_version();
+  void synchronize();
+  void wait_for(const Handle& handle, const FencePtr& fence);
+  void close(bool wait, bool force);
+  void close_without_waiting() noexcept;
+  void audit();
+
+  // Fork support (registry.cpp): the child must find the mutex in a known state.
+  void lock_for_fork() { mutex_.lock(); }
+  void unlock_after_fork() { mutex_.unlock(); }
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  using PlanName = Trace::PlanName;
+
+  /// Opens the mutex for the section's life. See Note [Calls outside the mutex].
+  class Unlocked;
+  /// The right to change one value. Taken and given back under the mutex.
+  class Turn;
+  struct Waiter {
+    std::condition_variable granted_changed;
+    bool granted = false;
+  };
+
+  /// An arrival that can still fail, with the source that it is to replace, if any.
+  struct Arrival {
+    Handle handle;
+    Location at;
+    Location from;
+    TransferPath path = TransferPath::kNone;
+    FencePtr fence;
+    bool overwrites = false;  // a stale materialization; on failure it is stale again
+    std::unique_ptr<Materialization> departing;
+    bool accounted = false;  // it has ended and the ledger knows; its record was busy
+    FencePtr escape_watch;   // of the departing one, when others keep its memory alive
+  };
+  /// Bytes given up that something still reads.
+  struct Retiring {
+    Location location;
+    Bytes bytes;
+    std::vector<FencePtr> until;
+  };
+  /// Bytes given up whose memory others keep alive.
+  struct Escaped {
+    Location location;
+    Bytes bytes;
+    FencePtr until;
+  };
+  /// A block to hand to the backend once the mutex is open.
+  struct Release {
+    BlockPtr block;
+    std::vector<FencePtr> after;
+  };
+  struct Failure {
+    TransferPath path = TransferPath::kNone;
+    FencePtr fence;
+    std::string message;
+  };
+  struct OpenReservation {
+    MemoryReservation fields;
+    std::shared_ptr<void> headroom;
+  };
+  /// What an action brought about, still to be published.
+  struct Made {
+    std::unique_ptr<Materialization> arriving;  // null when nothing was made or it was overwritten
+    FencePtr fence;
+    TransferPath path = TransferPath::kNone;
+    bool blocked = false;
+    BlockPtr temporary;
+    FencePtr escape_watch;  // of the materialization given up
+  };
+
+  // All of these are called under the mutex.
+  void check_open() const;
+  void check_not_loading() const;
+  void check_available(Location location) const;
+  void settle(Trash& trash, const ValueRecord* own = nullptr);
+  void settle_oldest(Trash& trash);
+  [[nodiscard]] bool settle_retiring(Retiring& retiring, Trash& trash);
+  [[nodiscard]] std::vector<FencePtr> watch_escapes(Lock& lock, const ValueRecord& record);
+  [[nodiscard]] bool settle_arrival(Arrival& arrival, Trash& trash, const ValueRecord* own);
+  void account_for_end(Arrival& arrival, Trash& trash);
+  void throw_failure_of(ValueRecord& record, const Handle& handle);
+  [[noreturn]] void throw_refusal(const Verdict& verdict, const Handle& handle,
+                                  const std::string& action);
+  [[nodiscard]] ValueRecord& resolve(const Handle& handle) const;
+  [[nodiscard]] ValueRecord* take_turn(Lock& lock, const Handle& handle);
+  void end_turn(ValueRecord& record) noexcept;
+  void wait_until_idle(Lock& lock, const Handle& handle);
+  void wait_on(Lock& lock, const std::vector<FencePtr>& fences);
+  [[nodiscard]] std::vector<FencePtr> fences_to_wait_for(const ValueRecord* record,
+                                                         const Verdict& verdict) const;
+  void admit(Lock& lock, Trash& trash, Location location, Bytes nbytes, bool may_block);
+  void attach(ValueRecord& record, std::unique_ptr<Materialization> materialization);
+  [[nodiscard]] std::unique_ptr<Materialization> detach(ValueRecord& record, Location location);
+  void give_up(std::unique_ptr<Materialization> given_up, FencePtr escape_watch,
+               std::vector<Release>& releases);
+  void end_value(ValueRecord& record, Trash& trash);
+  void mark_others_stale(ValueRecord& record, const Materialization* good);
+  void run_releases(Lock& lock, std::vector<Release>& releases);
+
+  struct Performed {
+    ActionReport report;
+    Materialization* target = nullptr;  ///< held, when that was asked for
+  };
+  Performed perform(const ResidencyAction& action, const ActionOptions& options, Phase phase,
+                    const PlanName& plan, bool keep_held = false);
+  Performed carry_out(Lock& lock, Trash& trash, ValueRecord& record, const Handle& handle,
+                      const Verdict& verdict, const ActionOptions& options, TransitionRecord& entry,
+                      const PlanName& plan, bool keep_held);
+  Made make(ValueRecord& record, const Handle& handle, const Verdict& verdict,
+            const ActionOptions& options);
+  Performed carry_out_discard(Lock& lock, Trash& trash, ValueRecord& record, const Handle& handle,
+                              TransitionRecord& entry, const PlanName& plan);
+
+  struct Simulated {
+    bool feasible = true;
+    Phase phase = Phase::kExecute;
+    std::size_t index = 0;
+    Verdict verdict;
+  };
+  [[nodiscard]] Simulated simulate(World& world, Phase phase,
+                                   std::span<const ResidencyAction> actions, Explanation* out);
+  [[nodiscard]] Simulated simulate(World& world, const ResidencyPlan& plan, Explanation* out);
+  [[nodiscard]] Simulated simulate_reservations(World& world, const ResidencyPlan& plan,
+                                                Explanation* out);
+  [[noreturn]] void throw_plan_error(const std::string& plan, const Simulated& failed,
+                                     const std::string& what);
+  void check_version(const std::string& plan, std::optional<std::uint64_t> expected) const;
+
+  struct RunOptions {
+    OnFailure on_failure = OnFailure::kKeep;
+    bool may_block = true;
+    std::span<const Stream> streams;
+  };
+  void run_phase(PlanReport& report, std::span<const ResidencyAction> actions, Phase phase,
+                 const PlanName& plan, const RunOptions& options, std::size_t rollback_from);
+  [[nodiscard]] bool roll_back(const PlanReport& report, std::size_t from, Phase phase,
+                               const PlanName& plan);
+  [[nodiscard]] bool undo(const TransitionRecord& done, bool gave_up_stale, Phase phase,
+                          const PlanName& plan);
+
+  [[nodiscard]] std::unique_ptr<LeaseState> protect_for_lease(Lock& lock, Trash& trash,
+                                                              std::span<const Handle> handles,
+                                                              Location at, Access access);
+  void end_protection(LeaseState& lease);
+  [[nodiscard]] std::vector<ValueRecord*> resolve_all(Lock& lock, std::span<const Handle> handles,
+                                                      std::vector<Handle>& unique);
+
+  void tear_down(Lock& lock) noexcept;
+
+  const ManagerId id_;
+  const ManagerOptions options_;
+  const std::shared_ptr<Backend> backend_;
+  const std::uint64_t fork_generation_;
+
+  std::mutex mutex_;
+  // Everything below is guarded by mutex_; closed_ may be read without it.
+  std::atomic<bool> closed_{false};
+  bool torn_down_ = false;
+  std::uint64_t version_ = 0;
+  ValueTable values_;
+  Ledger ledger_;
+  World present_;  // plans direct calls: nothing is ever simulated in it
+  Trace trace_;
+  std::map<std::uintptr_t, std::uintptr_t> managed_ranges_;  // begin -> end
+  std::deque<Arrival> arrivals_;
+  std::deque<Retiring> retiring_;
+  std::vector<Escaped> escaped_;
+  std::unordered_map<std::int64_t, Failure> failures_;
+  std::unordered_map<ValueRecord*, std::deque<Waiter*>> waiters_;
+  std::map<std::uint64_t, OpenReservation> reservations_;
+  std::uint64_t next_reservation_ = 1;
+  std::uint32_t next_visit_ = 1;
+  std::uint32_t num_unlocked_ = 0;
+  std::condition_variable all_locked_;
+  std::uint32_t num_leases_ = 0;
+  std::uint32_t num_holds_ = 0;
+  std::uint32_t num_scopes_ = 0;
+};
+
+/// Steady clock, nanoseconds.
+[[nodiscard]] std::int64_t now_ns() noexcept;
+
+/// Counts forks that this process is the child of.
+[[nodiscard]] std::uint64_t fork_generation() noexcept;
+
+class ManagerState::Unlocked {
+ public:
+  Unlocked(ManagerState& state, Lock& lock) : state_(state), lock_(lock) {
+    ++state_.num_unlocked_;
+    lock_.unlock();
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() {
+    lock_.lock();
+    if (--state_.num_unlocked_ == 0) {
+      state_.all_locked_.notify_all();
+    }
+  }
+
+ private:
+  ManagerState& state_;
+  Lock& lock_;
+};
+
+class ManagerState::Turn {
+ public:
+  Turn(ManagerState& state, ValueRecord* record) noexcept : state_(state), record_(record) {}
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  ~Turn() {
+    if (record_ != nullptr) {
+      state_.end_turn(*record_);
+    }
+  }
+
+ private:
+  ManagerState& state_;
+  ValueRecord* record_;
+};
+
+}  // namespace residency

@@ -1,0 +1,364 @@
+#include "planner.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace residency {
+namespace {
+
+std::size_t link_rank(const ManagerOptions& options, LocationKind kind) noexcept {
+  const auto& order = options.link_order;
+  const auto found = std::ranges::find(order, kind);
+  return found != order.end() ? static_cast<std::size_t>(found - order.begin())
+                              : order.size() + static_cast<std::size_t>(kind);
+}
+
+/// Builds one verdict. Checks read top to bottom as the rules do; the first refusal wins.
+class Plan {
+ public:
+  Plan(World& world, const Handle& handle) : world_(world), value_(world.value(handle)) {}
+
+  Verdict refuse(Reason reason) {
+    verdict_.reason = reason;
+    verdict_.bytes = Bytes();
+    verdict_.num_transitions = 0;
+    verdict_.waits = false;
+    return verdict_;
+  }
+  Verdict no_op(Reason reason) {
+    verdict_.reason = reason;
+    return verdict_;
+  }
+
+  /// True when the value cannot be touched at all; `verdict_` says why.
+  bool is_refused() {
+    if (value_.record == nullptr) {
+      refuse(value_.why_not);
+      return true;
+    }
+    if (value_.record->has_failure) {
+      refuse(Reason::kTransferFailed);
+      return true;
+    }
+    return false;
+  }
+  bool is_unavailable(Location location) {
+    if (world_.backend().why_unavailable(location).empty()) {
+      return false;
+    }
+    verdict_.source.reset();
+    verdict_.destination = location;
+    refuse(Reason::kLocationUnavailable);
+    return true;
+  }
+
+  Verdict ensure(Location at) {
+    if (is_refused() || is_unavailable(at)) {
+      return verdict_;
+    }
+    verdict_.destination = at;
+    const Residence* target = value_.find(at);
+    if (target != nullptr && !target->stale) {
+      return no_op(Reason::kAlreadyResident);
+    }
+    const Residence* source = cheapest_source(world_, value_, at);
+    if (target != nullptr) {
+      refresh(*target, source);
+      return verdict_;
+    }
+    if (!value_.residences.empty() && spec().mode == ReplicaMode::kExclusive) {
+      verdict_.source = value_.residences.begin()->location;
+      return refuse(Reason::kExclusiveElsewhere);
+    }
+    if (source != nullptr) {
+      copy(*source, at);
+    } else {
+      load(at);
+    }
+    admit();
+    return verdict_;
+  }
+
+  Verdict move(Location to, std::optional<Location> from) {
+    if (is_refused() || is_unavailable(to) || (from && is_unavailable(*from))) {
+      return verdict_;
+    }
+    verdict_.destination = to;
+    verdict_.source = from;
+    if (from && value_.find(*from) == nullptr) {
+      return refuse(Reason::kFromLocationAbsent);
+    }
+    const Residence* target = value_.find(to);
+    const bool target_is_good = target != nullptr && !target->stale;
+    if (from == to) {
+      return no_op(Reason::kSameLocation);
+    }
+    const Residence* given_up = from ? value_.find(*from) : selected_source(to);
+    if (given_up == nullptr) {
+      if (target_is_good) {
+        return no_op(Reason::kAlreadyResident);
+      }
+      load(to);
+      admit();
+      return verdict_;
+    }
+    if (target_is_good) {
+      verdict_.reason = Reason::kReleased;
+    } else {
+      const Residence* read = given_up->stale ? cheapest_source(world_, value_, to) : given_up;
+      if (target != nullptr) {
+        refresh(*target, read);
+      } else if (read != nullptr) {
+        copy(*read, to);
+      } else {
+        refuse(Reason::kNothingToCopy);
+      }
+    }
+    release(*given_up);
+    admit();
+    return verdict_;
+  }
+
+  Verdict drop(Location at) {
+    if (is_refused() || is_unavailable(at)) {
+      return verdict_;
+    }
+    const Residence* given_up = value_.find(at);
+    if (given_up == nullptr) {
+      verdict_.source = at;
+      return no_op(Reason::kAlreadyAbsent);
+    }
+    verdict_.reason = Reason::kReleased;
+    release(*given_up);
+    return verdict_;
+  }
+
+  Verdict discard() {
+    if (is_refused()) {
+      return verdict_;
+    }
+    verdict_.reason = Reason::kDiscarded;
+    for (const Residence& each : value_.residences) {
+      verdict_.source = each.location;
+      if (!may_give_up(each)) {
+        return verdict_;
+      }
+      verdict_.waits |= each.uncertain;
+    }
+    verdict_.source.reset();
+    return verdict_;
+  }
+
+ private:
+  [[nodiscard]] const ValueSpec& spec() const noexcept { return value_.record->spec; }
+
+  void add(const Transition& transition) {
+    verdict_.transitions[verdict_.num_transitions++] = transition;
+  }
+
+  /// The materialization that a move to `to` gives up when it is not told which.
+  const Residence* selected_source(Location to) const {
+    if (const Residence* good = cheapest_source(world_, value_, to)) {
+      return good;
+    }
+    const Residence* stale = nullptr;
+    for (const Residence& each : value_.residences) {
+      if (each.location != to && (stale == nullptr || each.location < stale->location)) {
+        stale = &each;
+      }
+    }
+    return stale;
+  }
+
+  // Steps of an action, in order. Each does nothing once a step before it has refused.
+
+  void copy(const Residence& source, Location to) {
+    verdict_.source = source.location;
+    if (value_.record->write_leased) {
+      refuse_protected(source);
+      return;
+    }
+    verdict_.reason = Reason::kCopied;
+    verdict_.bytes = world_.backend().occupied_bytes(spec(), to);
+    verdict_.waits |= source.uncertain;
+    add({.kind = TransitionKind::kCopy,
+         .from = source.location,
+         .to = to,
+         .charge = verdict_.bytes});
+  }
+
+  void refresh(const Residence& target, const Residence* source) {
+    if (source == nullptr) {
+      refuse(Reason::kNothingToCopy);
+      return;
+    }
+    if (target.num_leases != 0 || value_.record->write_leased) {
+      verdict_.source = target.location;
+      refuse_protected(target);
+      return;
+    }
+    verdict_.source = source->location;
+    verdict_.reason = Reason::kRefreshed;
+    verdict_.bytes = target.charge;
+    // A copy out of the target that is still under way must not see the new bytes.
+    verdict_.waits |= source->uncertain || target.read_by_copy;
+    add({.kind = TransitionKind::kRefresh, .from = source->location, .to = target.location});
+  }
+
+  void load(Location to) {
+    if (!value_.record->can_be_made_again()) {
+      refuse(Reason::kNothingToCopy);
+      return;
+    }
+    const Location at = value_.record->source_location;
+    const Backend& backend = world_.backend();
+    verdict_.source = at;
+    verdict_.reason = Reason::kLoaded;
+    verdict_.bytes = backend.occupied_bytes(spec(), to);
+    if (at == to) {
+      add({.kind = TransitionKind::kReconstruct, .from = at, .to = at, .charge = verdict_.bytes});
+      return;
+    }
+    if (is_unavailable(at)) {
+      return;
+    }
+    const Bytes charge = backend.occupied_bytes(spec(), at);
+    add({.kind = TransitionKind::kReconstruct,
+         .from = at,
+         .to = at,
+         .charge = charge,
+         .temporary = true});
+    add({.kind = TransitionKind::kCopy, .from = at, .to = to, .charge = verdict_.bytes});
+    add({.kind = TransitionKind::kRelease,
+         .from = at,
+         .to = at,
+         .charge = charge,
+         .temporary = true});
+  }
+
+  void refuse_protected(const Residence& residence) {
+    verdict_.protection = {residence.num_leases, residence.num_holds, residence.num_pending};
+    refuse(Reason::kProtected);
+  }
+
+  [[nodiscard]] bool is_shared(const Residence& residence) const {
+    return residence.block != nullptr && world_.backend().is_shared(*residence.block);
+  }
+
+  bool may_give_up(const Residence& residence) {
+    if (residence.is_protected()) {
+      refuse_protected(residence);
+      return false;
+    }
+    if (world_.options().strict_aliases && is_shared(residence)) {
+      refuse(Reason::kShared);
+      return false;
+    }
+    return true;
+  }
+
+  /// Gives up a residence, behind the copy that this action makes, if it makes one.
+  void release(const Residence& residence) {
+    if (!verdict_.feasible()) {
+      return;
+    }
+    verdict_.source = residence.location;
+    if (!may_give_up(residence)) {
+      return;
+    }
+    const bool makes_a_copy = verdict_.num_transitions != 0;
+    if (!makes_a_copy && !residence.stale) {
+      bool settled = false;
+      bool uncertain = false;
+      for (const Residence& each : value_.residences) {
+        if (each.location != residence.location && !each.stale) {
+          (each.uncertain ? uncertain : settled) = true;
+        }
+      }
+      if (!settled && !uncertain && !value_.record->can_be_made_again()) {
+        refuse(Reason::kLastMaterialization);
+        return;
+      }
+      // Until an arrival has succeeded it is no copy to rely on.
+      verdict_.waits |= !settled && uncertain;
+    }
+    verdict_.waits |= residence.uncertain;
+    add({.kind = TransitionKind::kRelease,
+         .from = residence.location,
+         .to = residence.location,
+         .charge = residence.charge,
+         .escapes = is_shared(residence)});
+  }
+
+  /// Checks all charges of the action at once, before anything is done.
+  void admit() {
+    for (std::size_t i = 0; i < verdict_.num_transitions; ++i) {
+      const Transition& each = verdict_.transitions[i];
+      if (each.kind != TransitionKind::kReconstruct && each.kind != TransitionKind::kCopy) {
+        continue;
+      }
+      const Account& account = world_.account(each.to);
+      const Bytes lacking = account.lacking(each.charge);
+      if (lacking > account.retiring) {
+        verdict_.shortfall = account.shortfall(each.charge);
+        refuse(Reason::kOverBudget);
+        return;
+      }
+      verdict_.waits |= lacking > Bytes();
+    }
+  }
+
+  World& world_;
+  const ValueView& value_;
+  Verdict verdict_;
+};
+
+}  // namespace
+
+const Residence* cheapest_source(const World& world, const ValueView& value,
+                                 std::optional<Location> except) {
+  const Residence* best = nullptr;
+  const auto rank = [&](const Residence& each) {
+    return std::tuple(each.uncertain, link_rank(world.options(), each.location.kind()),
+                      each.location);
+  };
+  for (const Residence& each : value.residences) {
+    if (!each.stale && each.location != except && (best == nullptr || rank(each) < rank(*best))) {
+      best = &each;
+    }
+  }
+  return best;
+}
+
+Verdict plan_action(World& world, const ResidencyAction& action) {
+  Plan plan(world, handle_of(action));
+  return std::visit(
+      Overloaded{
+          [&](const EnsureResident& ensure) { return plan.ensure(ensure.location); },
+          [&](const MoveResident& move) { return plan.move(move.to, move.from_location); },
+          [&](const DropResident& drop) { return plan.drop(drop.location); },
+          [&](const DiscardValue&) { return plan.discard(); },
+      },
+      action);
+}
+
+Verdict plan_reservation(World& world, Location location, Bytes nbytes) {
+  Verdict verdict;
+  verdict.reason = Reason::kReleased;
+  verdict.destination = location;
+  if (!world.backend().why_unavailable(location).empty()) {
+    verdict.reason = Reason::kLocationUnavailable;
+    return verdict;
+  }
+  const Account& account = world.account(location);
+  const Bytes lacking = account.lacking(nbytes);
+  if (lacking > account.retiring) {
+    verdict.reason = Reason::kOverBudget;
+    verdict.shortfall = account.shortfall(nbytes);
+    return verdict;
+  }
+  verdict.waits = lacking > Bytes();
+  return verdict;
+}
+
+}  // namespace residency

@@ -1,0 +1,26 @@
+#pragma once
+
+#include "residency/core/action.h"
+#include "residency/core/verdict.h"
+#include "world.h"
+
+namespace residency {
+
+/// Turns an action and a state into transitions with their charges, or into the reason why not.
+///
+/// The one place where that is decided: `explain` and preflight run it over a simulated world,
+/// `execute` and direct calls over the state itself. It changes nothing and calls only the pure
+/// queries of the backend. `Verdict::waits` says that the host must wait for fences first, after
+/// which the caller plans again.
+[[nodiscard]] Verdict plan_action(World& world, const ResidencyAction& action);
+
+/// Whether `nbytes` can be reserved: kReleased (it fits), kOverBudget, kLocationUnavailable.
+/// `waits` as above.
+[[nodiscard]] Verdict plan_reservation(World& world, Location location, Bytes nbytes);
+
+/// The good materialization that a reader at `to` takes by the link order: never `except`, and
+/// settled ones before arrivals that can still fail. Null when there is none.
+[[nodiscard]] const Residence* cheapest_source(const World& world, const ValueView& value,
+                                               std::optional<Location> except);
+
+}  // namespace residency

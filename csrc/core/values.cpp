@@ -1,0 +1,173 @@
+#include <stdexcept>
+
+#include <fmt/format.h>
+
+#include "manager_state.h"
+#include "planner.h"
+
+namespace residency {
+
+Handle ManagerState::register_source(std::shared_ptr<Source> source, const ValueSpec& spec,
+                                     Location at, ValueType type) {
+  check_not_loading();
+  if (!source) {
+    throw std::invalid_argument("register_source: the source is null");
+  }
+  if (spec.recoverability != Recoverability::kReconstructible) {
+    throw std::invalid_argument(
+        "register_source: a value with a source is reconstructible, the spec says must_preserve");
+  }
+  const Lock lock(mutex_);
+  check_open();
+  check_available(at);
+  ValueRecord& record = values_.add(type);
+  record.spec = spec;
+  record.source = std::move(source);
+  record.source_location = at;
+  ledger_.list(at);
+  ++version_;
+  return values_.handle_of(record);
+}
+
+Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type) {
+  check_not_loading();
+  if (!block) {
+    throw std::invalid_argument("adopt: the block is null");
+  }
+  const Location at = block->location();
+  auto materialization = std::make_unique<Materialization>();
+  materialization->location = at;
+  materialization->ranges = block->address_ranges();
+  if (block->logical_bytes() != spec.logical_bytes) {
+    throw MaterializationError(
+        fmt::format("adopt: the block has {} logical bytes, the spec says {}",
+                    block->logical_bytes().count(), spec.logical_bytes.count()));
+  }
+  Trash trash;
+  Lock lock(mutex_);
+  check_open();
+  check_available(at);
+  materialization->charge = backend_->occupied_bytes(spec, at);
+  admit(lock, trash, at, materialization->charge, true);
+  for (const AddressRange& range : materialization->ranges) {
+    // The only managed range that can reach into this one from below is the last that begins
+    // before its end.
+    const auto after = managed_ranges_.lower_bound(range.end);
+    if (after != managed_ranges_.begin() && std::prev(after)->second > range.begin) {
+      throw OwnershipError(fmt::format(
+          "adopt: its storage at [{:#x}, {:#x}) overlaps memory that manager {} already manages at "
+          "[{:#x}, {:#x}); adopt a clone, or put both into one value",
+          range.begin, range.end, static_cast<std::uint32_t>(id_), std::prev(after)->first,
+          std::prev(after)->second));
+    }
+  }
+  ValueRecord& record = values_.add(type);
+  record.spec = spec;
+  record.spec.recoverability = Recoverability::kMustPreserve;
+  materialization->block = std::move(block);
+  ledger_.account(at).charge(materialization->charge);
+  attach(record, std::move(materialization));
+  ledger_.list(at);
+  ++version_;
+  return values_.handle_of(record);
+}
+
+BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
+  check_not_loading();
+  Trash trash;
+  BlockPtr taken;
+  std::vector<Release> releases;
+  Lock lock(mutex_);
+  while (true) {
+    check_open();
+    ValueRecord* record = take_turn(lock, handle);
+    if (record == nullptr) {
+      (void)resolve(handle);  // throws
+    }
+    const Turn turn(*this, record);
+    settle(trash, record);
+    throw_failure_of(*record, handle);
+    if (at) {
+      check_available(*at);
+    }
+    const ValueView& value = present_.value(handle);
+    const Residence* chosen = at ? value.find(*at) : cheapest_source(present_, value, std::nullopt);
+    if (chosen == nullptr || chosen->stale) {
+      throw UnavailableError(fmt::format("take: {} has no good materialization{}; ensure one first",
+                                         to_string(handle), at ? " at " + to_string(*at) : ""));
+    }
+    for (const Residence& each : value.residences) {
+      if (each.is_protected()) {
+        const Protection protection{each.num_leases, each.num_holds, each.num_pending};
+        throw InUseError(protection,
+                         fmt::format("take: the materialization of {} at {} is protected: {} "
+                                     "lease(s), {} hold(s); release them first",
+                                     to_string(handle), to_string(each.location), each.num_leases,
+                                     each.num_holds));
+      }
+    }
+    // Whoever gets the tensors shall find them complete, and in nobody's use.
+    const Location location = chosen->location;
+    Materialization* materialization = record->find(location);
+    std::vector<FencePtr> fences = materialization->last_uses;
+    fences.insert(fences.end(), materialization->readers.begin(), materialization->readers.end());
+    for (const Materialization* each = record->first.get(); each != nullptr;
+         each = each->next.get()) {
+      if (each->ready) {
+        fences.push_back(each->ready);
+      }
+    }
+    std::erase_if(fences,
+                  [](const FencePtr& fence) { return fence->poll() != FenceStatus::kPending; });
+    if (!fences.empty()) {
+      wait_on(lock, fences);
+      continue;
+    }
+    TransitionRecord entry;
+    entry.action = ActionKind::kTake;
+    entry.reason = Reason::kTaken;
+    entry.handle = handle;
+    entry.source = location;
+    entry.host_start_ns = now_ns();
+    std::vector<FencePtr> watches = watch_escapes(lock, *record);
+    for (FencePtr& watch : watches) {
+      std::unique_ptr<Materialization> each = detach(*record, record->first->location);
+      if (each->location == location) {
+        ledger_.account(location).used -= each->charge;
+        taken = each->block;
+        trash.materializations.push_back(std::move(each));
+      } else {
+        give_up(std::move(each), std::move(watch), releases);
+      }
+    }
+    end_value(*record, trash);
+    ++version_;
+    entry.host_end_ns = now_ns();
+    trace_.append(entry, nullptr, nullptr);
+    break;
+  }
+  run_releases(lock, releases);
+  return taken;
+}
+
+std::size_t ManagerState::forget_discarded() {
+  check_not_loading();
+  const Lock lock(mutex_);
+  check_open();
+  std::vector<ValueRecord*> discarded;
+  values_.for_each([&](ValueRecord& record) {
+    if (record.discarded && !record.busy) {
+      discarded.push_back(&record);
+    }
+  });
+  for (ValueRecord* record : discarded) {
+    failures_.erase(values_.handle_of(*record).id());
+    values_.remove(*record);
+  }
+  if (!discarded.empty()) {
+    ++version_;
+  }
+  return discarded.size();
+}
+
+}  // namespace residency

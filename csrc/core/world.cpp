@@ -1,0 +1,227 @@
+#include "world.h"
+
+namespace residency {
+namespace {
+
+std::uint32_t num_incomplete(const std::vector<FencePtr>& fences) noexcept {
+  std::uint32_t count = 0;
+  for (const FencePtr& fence : fences) {
+    count += fence->poll() == FenceStatus::kPending ? 1U : 0U;
+  }
+  return count;
+}
+
+std::size_t spread(std::int64_t id) noexcept {
+  return static_cast<std::size_t>(static_cast<std::uint64_t>(id) * 0x9e3779b97f4a7c15ULL >> 20);
+}
+
+}  // namespace
+
+void World::read(const Handle& handle, ValueView& view) const {
+  const ValueTable::Found found = values_.find(handle);
+  view.record = found.record;
+  view.why_not = found.why_not;
+  view.ended = false;
+  view.residences.clear();
+  if (found.record == nullptr) {
+    return;
+  }
+  for (const Materialization* each = found.record->first.get(); each != nullptr;
+       each = each->next.get()) {
+    Residence residence;
+    residence.location = each->location;
+    residence.stale = each->stale;
+    residence.uncertain = each->is_uncertain();
+    residence.read_by_copy = !each->readers.empty() && num_incomplete(each->readers) != 0;
+    residence.num_leases = each->num_leases;
+    residence.num_holds = each->num_holds;
+    residence.num_pending = each->last_uses.empty() ? 0 : num_incomplete(each->last_uses);
+    residence.charge = each->charge;
+    residence.block = each->block.get();
+    view.residences.push_back(residence);
+  }
+}
+
+std::uint32_t* World::find_slot(std::int64_t id) {
+  if (index_.empty()) {
+    return nullptr;
+  }
+  const std::size_t mask = index_.size() - 1;
+  for (std::size_t i = spread(id) & mask;; i = (i + 1) & mask) {
+    if (index_[i] == 0 || ids_[index_[i] - 1] == id) {
+      return &index_[i];
+    }
+  }
+}
+
+void World::grow() {
+  const std::size_t size = index_.empty() ? 16 : index_.size() * 2;
+  index_.assign(size, 0);
+  for (std::size_t i = 0; i < ids_.size(); ++i) {
+    *find_slot(ids_[i]) = static_cast<std::uint32_t>(i + 1);
+  }
+}
+
+const ValueView& World::value(const Handle& handle) {
+  if (const std::uint32_t* slot = find_slot(handle.id()); slot != nullptr && *slot != 0) {
+    ValueView& view = views_[*slot - 1];
+    if (view.record->type == handle.type()) {
+      if (!view.ended) {
+        return view;
+      }
+      scratch_ = ValueView();
+      scratch_.why_not = Reason::kDiscardedHandle;
+      return scratch_;
+    }
+  }
+  read(handle, scratch_);
+  return scratch_;
+}
+
+ValueView& World::overlaid(const Handle& handle) {
+  if ((views_.size() + 1) * 2 > index_.size()) {
+    grow();
+  }
+  std::uint32_t* slot = find_slot(handle.id());
+  if (*slot == 0) {
+    views_.emplace_back();
+    read(handle, views_.back());
+    ids_.push_back(handle.id());
+    *slot = static_cast<std::uint32_t>(views_.size());
+  }
+  return views_[*slot - 1];
+}
+
+const Account& World::account(Location location) {
+  for (const Account& each : accounts_) {
+    if (each.location == location) {
+      return each;
+    }
+  }
+  if (const Account* account = ledger_.find(location)) {
+    return *account;
+  }
+  unlisted_ = Account{.location = location};
+  return unlisted_;
+}
+
+Account& World::overlaid(Location location) {
+  for (Account& each : accounts_) {
+    if (each.location == location) {
+      return each;
+    }
+  }
+  const Account* base = ledger_.find(location);
+  accounts_.push_back(base != nullptr ? *base : Account{.location = location});
+  // A prediction starts from the present: earlier peaks are not the plan's.
+  accounts_.back().peak_used = accounts_.back().peak_charged = Bytes();
+  accounts_.back().note_peaks();
+  return accounts_.back();
+}
+
+void World::reserve(Location location, Bytes nbytes) {
+  Account& account = overlaid(location);
+  account.retiring = account.retiring.saturating_sub(account.lacking(nbytes));
+  account.reserve(nbytes);
+}
+
+void World::unreserve(Location location, Bytes nbytes) {
+  overlaid(location).reserved -= nbytes;
+}
+
+void World::apply(const Handle& handle, const Verdict& verdict) {
+  if (verdict.no_op()) {
+    // Untouched state, but its locations belong to the prediction all the same.
+    for (const auto& location : {verdict.source, verdict.destination}) {
+      if (location) {
+        (void)overlaid(*location);
+      }
+    }
+    return;
+  }
+  ValueView& view = overlaid(handle);
+  if (verdict.waits) {
+    for (Residence& each : view.residences) {
+      each.uncertain = false;
+      each.read_by_copy = false;
+    }
+  }
+  const auto give_up = [&](const Residence& residence, bool escapes, bool retires) {
+    Account& account = overlaid(residence.location);
+    if (escapes) {
+      account.escaped += residence.charge;  // stays in used
+      return;
+    }
+    account.used -= residence.charge;
+    if (retires) {
+      account.retiring += residence.charge;
+    }
+  };
+  const auto retires = [&](const Residence& residence) {
+    return residence.read_by_copy && !backend_.reuses_in_device_order(residence.location);
+  };
+
+  if (verdict.reason == Reason::kDiscarded) {
+    for (const Residence& each : view.residences) {
+      give_up(each, each.block != nullptr && backend_.is_shared(*each.block), retires(each));
+    }
+    view.residences.clear();
+    view.ended = true;
+    return;
+  }
+  // Everything is charged before anything is given back, as in the execution.
+  for (std::size_t i = 0; i < verdict.num_transitions; ++i) {
+    const Transition& each = verdict.transitions[i];
+    if (each.kind == TransitionKind::kReconstruct || each.kind == TransitionKind::kCopy) {
+      Account& account = overlaid(each.to);
+      account.retiring = account.retiring.saturating_sub(account.lacking(each.charge));
+      account.charge(each.charge);
+    }
+  }
+  bool in_flight = false;  // the copy of this action completes on a worker
+  std::optional<Location> read_from;
+  for (std::size_t i = 0; i < verdict.num_transitions; ++i) {
+    const Transition& each = verdict.transitions[i];
+    switch (each.kind) {
+      case TransitionKind::kReconstruct:
+        if (!each.temporary) {
+          view.residences.push_back({.location = each.to, .charge = each.charge});
+        }
+        break;
+      case TransitionKind::kCopy:
+      case TransitionKind::kRefresh: {
+        in_flight = can_fail_later(backend_.path(each.from, each.to));
+        read_from = each.from;
+        if (Residence* source = view.find(each.from); source != nullptr) {
+          source->read_by_copy |= in_flight;
+        }
+        if (each.kind == TransitionKind::kCopy) {
+          view.residences.push_back(
+              {.location = each.to, .uncertain = in_flight, .charge = each.charge});
+        } else {
+          Residence* target = view.find(each.to);
+          target->stale = false;
+          target->uncertain = in_flight;
+        }
+        break;
+      }
+      case TransitionKind::kRelease:
+        if (each.temporary) {
+          Account& account = overlaid(each.from);
+          account.used -= each.charge;
+          if (in_flight && !backend_.reuses_in_device_order(each.from)) {
+            account.retiring += each.charge;
+          }
+        } else {
+          Residence* given_up = view.find(each.from);
+          // The source of a transfer that can still fail is kept whole until it has succeeded.
+          const bool departs = in_flight && read_from == each.from;
+          give_up(*given_up, each.escapes, departs || retires(*given_up));
+          view.residences.erase(given_up);
+        }
+        break;
+    }
+  }
+}
+
+}  // namespace residency

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "inline_vector.h"
+#include "ledger.h"
+#include "residency/core/options.h"
+#include "value_table.h"
+
+namespace residency {
+
+/// A materialization as the planner sees it.
+struct Residence {
+  Location location;
+  bool stale = false;
+  bool uncertain = false;     ///< an arrival that may still fail
+  bool read_by_copy = false;  ///< a copy that completes on a worker reads it
+  std::uint32_t num_leases = 0;
+  std::uint32_t num_holds = 0;
+  std::uint32_t num_pending = 0;
+  Bytes charge{};
+  const Block* block = nullptr;  ///< null for one that only the simulation has made
+
+  [[nodiscard]] bool is_protected() const noexcept { return num_leases != 0 || num_holds != 0; }
+};
+
+/// A value as the planner sees it: its record for what never changes, its residences.
+struct ValueView {
+  const ValueRecord* record = nullptr;
+  Reason why_not = Reason::kUnknownHandle;  ///< when record is null
+  bool ended = false;                       ///< the simulation has discarded it
+  InlineVector<Residence, 4> residences;
+
+  [[nodiscard]] Residence* find(Location location) noexcept {
+    for (Residence& each : residences) {
+      if (each.location == location) {
+        return &each;
+      }
+    }
+    return nullptr;
+  }
+  [[nodiscard]] const Residence* find(Location location) const noexcept {
+    return const_cast<ValueView*>(this)->find(location);
+  }
+};
+
+/// What the planner plans against: the manager's state, overlaid with what a simulation has done
+/// to it so far. Without simulated actions it is the state itself and allocates nothing; its cost
+/// grows with what the simulated actions touch, never with what is registered.
+///
+/// Lives under the manager's mutex.
+class World {
+ public:
+  World(const ValueTable& values, const Ledger& ledger, const Backend& backend,
+        const ManagerOptions& options) noexcept
+      : values_(values), ledger_(ledger), backend_(backend), options_(options) {}
+
+  /// The reference is valid until the next call.
+  [[nodiscard]] const ValueView& value(const Handle& handle);
+  [[nodiscard]] const Account& account(Location location);
+  [[nodiscard]] const Backend& backend() const noexcept { return backend_; }
+  [[nodiscard]] const ManagerOptions& options() const noexcept { return options_; }
+
+  /// Simulates the action of which `verdict` was planned against this world.
+  void apply(const Handle& handle, const Verdict& verdict);
+  /// Simulates a reservation that was found to fit.
+  void reserve(Location location, Bytes nbytes);
+  /// Simulates the end of a reservation.
+  void unreserve(Location location, Bytes nbytes);
+
+  /// Accounts that the simulation has touched, in the order of first touch.
+  [[nodiscard]] const std::vector<Account>& touched() const noexcept { return accounts_; }
+
+ private:
+  void read(const Handle& handle, ValueView& view) const;
+  [[nodiscard]] ValueView& overlaid(const Handle& handle);
+  [[nodiscard]] Account& overlaid(Location location);
+  [[nodiscard]] std::uint32_t* find_slot(std::int64_t id);
+  void grow();
+
+  const ValueTable& values_;
+  const Ledger& ledger_;
+  const Backend& backend_;
+  const ManagerOptions& options_;
+
+  std::vector<Account> accounts_;
+  Account unlisted_;
+  ValueView scratch_;
+  std::vector<ValueView> views_;
+  std::vector<std::int64_t> ids_;     // of views_
+  std::vector<std::uint32_t> index_;  // open addressing: position in views_ + 1, 0 is empty
+};
+
+}  // namespace residency

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "residency/core/export.h"
+
+namespace residency {
+
+class Block;
+
+enum class FenceStatus : std::uint8_t { kPending, kDone, kFailed };
+
+/// A point in the future: the completion of a copy, or the last use of a materialization.
+///
+/// Thread-safe. A backend either completes a plain Fence from its worker (`complete`, `fail`), or
+/// derives from it and answers `poll` from the device (an event). Once it left `kPending` it stays
+/// what it became.
+class RESIDENCY_API Fence {
+ public:
+  Fence() = default;
+  Fence(const Fence&) = delete;
+  Fence& operator=(const Fence&) = delete;
+  virtual ~Fence();
+
+  /// What the fence is now. Never blocks, allocates nothing, calls back into nobody: it is called
+  /// under the manager's mutex.
+  [[nodiscard]] virtual FenceStatus poll() const noexcept {
+    return status_.load(std::memory_order_acquire);
+  }
+  /// Blocks the host until the fence is no longer pending. Does not throw on failure.
+  virtual void wait();
+  /// Time that the device or the worker spent, when known and done.
+  [[nodiscard]] virtual std::optional<std::int64_t> elapsed_ns() const;
+  /// Why it failed; null unless `kFailed`.
+  [[nodiscard]] virtual std::exception_ptr error() const;
+
+  /// Marks the work done (worker side). `elapsed_ns` < 0 means unknown.
+  void complete(std::int64_t elapsed_ns = -1);
+  /// Marks the work failed (worker side).
+  void fail(std::exception_ptr error);
+
+  /// Keeps a reference on the block that the work replaces: dropped by the completing thread when
+  /// the work succeeds (at once if it has), handed back by `take_retained` when it fails.
+  /// A lost value is the one unforgivable fault, and a freed source would be one.
+  void retain_until_success(std::shared_ptr<Block> block);
+  [[nodiscard]] std::shared_ptr<Block> take_retained();
+
+ private:
+  std::atomic<FenceStatus> status_{FenceStatus::kPending};
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::exception_ptr error_;
+  std::int64_t elapsed_ns_ = -1;
+  std::shared_ptr<Block> retained_;
+};
+
+using FencePtr = std::shared_ptr<Fence>;
+
+}  // namespace residency

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "residency/core/backend.h"
+#include "residency/core/export.h"
+#include "residency/core/handle.h"
+#include "residency/core/location.h"
+#include "residency/core/report.h"
+#include "residency/core/stream.h"
+
+namespace residency {
+
+class ManagerState;
+class [[nodiscard]] Lease;
+class [[nodiscard]] Hold;
+struct LeaseState;
+struct HoldState;
+
+struct AcquireOptions {
+  Access access = Access::kRead;
+  /// The stream that uses the values; at a CUDA location it defaults to the caller's current
+  /// stream, at a host location giving one is an argument error.
+  std::optional<Stream> stream = std::nullopt;
+  bool may_block = true;  ///< borrow only: see ActionOptions
+};
+
+/// The right to read (or write) materializations at one location. Nothing leased is moved or
+/// freed, and its addresses stay.
+///
+/// Thread-safe, movable, not copyable. Destroying an active lease releases it and warns.
+class RESIDENCY_API Lease {
+ public:
+  Lease(Lease&&) noexcept;
+  Lease& operator=(Lease&&) noexcept;
+  ~Lease();
+
+  /// Readable after release too. Duplicates were collapsed.
+  [[nodiscard]] std::span<const Handle> handles() const noexcept;
+  [[nodiscard]] Location location() const noexcept;
+  [[nodiscard]] Access access() const noexcept;
+  [[nodiscard]] bool active() const noexcept;
+  /// What `borrow` did to bring the values here; empty for `acquire`.
+  [[nodiscard]] const PlanReport& transitions() const noexcept;
+
+  /// What the backend shows of the value: made at the first call, the same object afterwards,
+  /// gone with the lease. Throws `HandleError` for a value that is not in the lease and
+  /// `LifetimeClosedError` after release.
+  [[nodiscard]] View& view(const Handle& handle) const;
+
+  /// Makes another stream wait for the values and count as their user.
+  void add_stream(const Stream& stream);
+
+  /// Ends the lease: last uses are recorded on every stream, and a later drop or move is ordered
+  /// after them on the device. With `wait` the host waits until nothing is pending. Twice is
+  /// harmless. Throws `UndeclaredWriteError` after the lease has ended, naming the first field
+  /// that was written without a write lease.
+  void release(bool wait = false);
+
+ private:
+  friend class ManagerState;
+  explicit Lease(std::unique_ptr<LeaseState> state) noexcept;
+  std::unique_ptr<LeaseState> state_;
+};
+
+/// Keeps materializations from being removed without giving access.
+///
+/// Thread-safe, movable, not copyable. Destroying an active hold releases it and warns.
+class RESIDENCY_API Hold {
+ public:
+  Hold(Hold&&) noexcept;
+  Hold& operator=(Hold&&) noexcept;
+  ~Hold();
+  [[nodiscard]] std::span<const Handle> handles() const noexcept;
+  [[nodiscard]] Location location() const noexcept;
+  [[nodiscard]] bool active() const noexcept;
+  /// Twice is harmless.
+  void release();
+
+ private:
+  friend class ManagerState;
+  explicit Hold(std::unique_ptr<HoldState> state) noexcept;
+  std::unique_ptr<HoldState> state_;
+};
+
+}  // namespace residency

@@ -1,0 +1,152 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "residency/core/action.h"
+#include "residency/core/backend.h"
+#include "residency/core/bytes.h"
+#include "residency/core/explanation.h"
+#include "residency/core/export.h"
+#include "residency/core/handle.h"
+#include "residency/core/lease.h"
+#include "residency/core/location.h"
+#include "residency/core/options.h"
+#include "residency/core/plan.h"
+#include "residency/core/report.h"
+#include "residency/core/reservation.h"
+#include "residency/core/scope.h"
+#include "residency/core/snapshot.h"
+#include "residency/core/source.h"
+#include "residency/core/spec.h"
+
+namespace residency {
+
+/// Owns values, knows where each one is, and changes that by plans.
+///
+/// Thread-safe. One mutex guards the ledger; no copy, wait, callback, tensor destruction or backend
+/// allocation happens under it. A slow load or copy of one value does not block calls on others;
+/// calls on the same value wait for it, in order. The manager starts no thread and never evicts by
+/// itself.
+///
+/// Errors common to all operations: `ClosedError` after close, `ReentrancyError` from inside a
+/// source's `load`, `HandleError` for a foreign, unknown or discarded handle, `UnavailableError`
+/// for a location that does not exist here, `ForkError` in a forked child where the location or a
+/// worker is lost. Every error leaves state and version as they were unless it says otherwise.
+class RESIDENCY_API Manager {
+ public:
+  /// Throws `std::invalid_argument` for duplicate budgets or disks, and what `Backend::open`
+  /// throws.
+  [[nodiscard]] static std::shared_ptr<Manager> create(ManagerOptions options,
+                                                       std::shared_ptr<Backend> backend);
+  /// The living manager that gave out this handle id, or null.
+  [[nodiscard]] static std::shared_ptr<Manager> find(std::int64_t handle_id);
+
+  Manager(const Manager&) = delete;
+  Manager& operator=(const Manager&) = delete;
+  /// Closes without waiting: leases, holds, scopes and reservations that are left have ended.
+  ~Manager();
+
+  [[nodiscard]] ManagerId id() const noexcept;
+  [[nodiscard]] bool closed() const noexcept;
+  [[nodiscard]] Backend& backend() const noexcept;
+  [[nodiscard]] const ManagerOptions& options() const noexcept;
+
+  /// Registers a value that `source` can make at `at`. Loads nothing. `spec.recoverability` must
+  /// be reconstructible (`std::invalid_argument`).
+  [[nodiscard]] Handle register_source(std::shared_ptr<Source> source, const ValueSpec& spec,
+                                       Location at = Location::pageable_host(),
+                                       ValueType type = {});
+  /// Takes ownership of a block that lies at its own location. The value is must-preserve. Throws
+  /// `OwnershipError` when it overlaps memory already managed here, by any byte, and
+  /// `BudgetError`.
+  [[nodiscard]] Handle adopt(BlockPtr block, const ValueSpec& spec, ValueType type = {});
+  /// Ends management of an unprotected value and gives its block at `at` (default: the only one,
+  /// or the cheapest by the link order), complete. Other materializations are released.
+  [[nodiscard]] BlockPtr take(const Handle& handle, std::optional<Location> at = std::nullopt);
+
+  /// Puts a materialization at the location, keeps the others. Returns when it is enqueued.
+  ActionReport ensure(const Handle& handle, Location location, const ActionOptions& options = {});
+  /// Materializes at `to` and gives up one source.
+  ActionReport move(const Handle& handle, Location to,
+                    std::optional<Location> from_location = std::nullopt,
+                    const ActionOptions& options = {});
+  ActionReport drop(const Handle& handle, Location location);
+  /// Ends the value everywhere, all or nothing.
+  ActionReport discard(const Handle& handle);
+  /// Any of the above, chosen at run time.
+  ActionReport apply(const ResidencyAction& action, const ActionOptions& options = {});
+
+  /// Simulates the whole sequence, then carries it out. Throws `PlanError` with nothing changed,
+  /// `PlanExecutionError` after something was begun.
+  PlanReport execute(std::span<const ResidencyAction> actions, const ExecuteOptions& options = {});
+  /// The dry run: same order, same planner, no load, no allocation, no trace, no version.
+  [[nodiscard]] Explanation explain(
+      const ResidencyPlan& plan,
+      std::optional<std::uint64_t> expected_state_version = std::nullopt) const;
+  [[nodiscard]] Explanation explain(
+      std::span<const ResidencyAction> actions,
+      std::optional<std::uint64_t> expected_state_version = std::nullopt) const;
+  [[nodiscard]] Scope scope(ResidencyPlan plan, ScopeOptions options = {});
+  /// Enters, runs the body, closes. When the body throws, the scope is closed, the body's error
+  /// stays primary, and an error of the exit actions goes to `exit_error` (and to the warning
+  /// handler where that is null).
+  PlanReport with(ResidencyPlan plan, const std::function<void(Scope&)>& body,
+                  ScopeOptions options = {}, std::exception_ptr* exit_error = nullptr);
+
+  /// Borrows what is there; never loads or copies. All or none, duplicates collapse. Throws
+  /// `std::invalid_argument` for an empty list, `UnavailableError` for what is not there,
+  /// `InUseError` against a write lease.
+  [[nodiscard]] Lease acquire(std::span<const Handle> handles, Location at,
+                              const AcquireOptions& options = {});
+  /// Ensure and acquire as one step, all or none, protected before anyone else can evict.
+  [[nodiscard]] Lease borrow(std::span<const Handle> handles, Location at,
+                             const AcquireOptions& options = {});
+  [[nodiscard]] Hold hold(std::span<const Handle> handles, Location at);
+
+  /// Throws `std::invalid_argument` for an empty label, `BudgetError`, and with
+  /// `require_physical` `HeadroomError`.
+  [[nodiscard]] Reservation reserve(MemoryReservation reservation, bool require_physical = false);
+  /// None removes the limit. Lowering below used + reserved is a `BudgetError`.
+  void set_budget(Location location, std::optional<Bytes> budget);
+  void reset_peaks();
+  /// Forgets discarded values; they cost nothing afterwards. Returns how many.
+  std::size_t forget_discarded();
+
+  [[nodiscard]] std::vector<Location> locations() const;
+  [[nodiscard]] Snapshot snapshot() const;
+  /// The newest `limit` transitions, oldest first.
+  [[nodiscard]] std::vector<TransitionRecord> trace(
+      std::optional<std::size_t> limit = std::nullopt) const;
+  /// Rises whenever something that the planner reads changes, except by a fence completing.
+  [[nodiscard]] std::uint64_t state_version() const;
+  /// Waits on the host until nothing of this manager is in flight. Failed transfers are not
+  /// raised here but at the next touch of their value.
+  void synchronize();
+
+  /// Throws `InUseError` with the counts while leases, holds, reservations or scopes are left, or
+  /// while a must-preserve value's only copy is on disk; `force` ends them all. Idempotent. With
+  /// `wait` the host waits for what is in flight.
+  void close(bool wait = true, bool force = false);
+
+  /// Recounts the ledger from the values and throws `std::logic_error` with every difference. For
+  /// tests: O(values).
+  void audit() const;
+
+ private:
+  explicit Manager(std::shared_ptr<ManagerState> state) noexcept;
+  std::shared_ptr<ManagerState> state_;
+};
+
+/// Receives warnings about guards that were destroyed while active, and about errors that could
+/// not be thrown. Null restores the default, which writes one line to standard error. Must not
+/// throw. Thread-safe.
+RESIDENCY_API void set_warning_handler(std::function<void(std::string_view)> handler);
+
+}  // namespace residency
