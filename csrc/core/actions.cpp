@@ -31,24 +31,16 @@ class LoadingGuard {
 /// Whether an arrival that could fail has come to an end, good or bad.
 bool has_settled_arrival(const ValueRecord& record) noexcept {
   for (const Materialization* each = record.first.get(); each != nullptr; each = each->next.get()) {
-    if (each->is_uncertain() && each->ready->poll() != FenceStatus::kPending) {
+    if (each->is_uncertain() && each->ready()->poll() != FenceStatus::kPending) {
       return true;
     }
   }
   return false;
 }
 
-std::vector<FencePtr> incomplete(const std::vector<FencePtr>& first,
-                                 const std::vector<FencePtr>& second, const FencePtr& third) {
+std::vector<FencePtr> pending_of(const Materialization& materialization) {
   std::vector<FencePtr> fences;
-  const auto add = [&](const FencePtr& fence) {
-    if (fence && fence->poll() == FenceStatus::kPending) {
-      fences.push_back(fence);
-    }
-  };
-  std::ranges::for_each(first, add);
-  std::ranges::for_each(second, add);
-  add(third);
+  materialization.for_each_pending([&](const FencePtr& fence) { fences.push_back(fence); });
   return fences;
 }
 
@@ -167,7 +159,7 @@ ManagerState::Made ManagerState::make(ValueRecord& record, const Handle& handle,
         if (each.temporary) {
           made.temporary = std::move(loaded);
         } else {
-          made.arriving = std::make_unique<Materialization>();
+          made.arriving = MaterializationPtr(new Materialization);
           made.arriving->block = std::move(loaded);
         }
         break;
@@ -181,14 +173,14 @@ ManagerState::Made ManagerState::make(ValueRecord& record, const Handle& handle,
         request.source = source != nullptr ? source->block : made.temporary;
         request.from = each.from;
         request.to = each.to;
-        request.source_ready = source != nullptr ? source->ready : nullptr;
+        request.source_ready = source != nullptr ? source->ready() : nullptr;
         request.stream = options.stream;
         if (each.kind == TransitionKind::kRefresh) {
           const Materialization* target = record.find(each.to);
           request.overwrite = target->block;
-          request.overwrite_after = incomplete(target->last_uses, target->readers, target->ready);
+          request.overwrite_after = pending_of(*target);
         } else {
-          made.arriving = std::make_unique<Materialization>();
+          made.arriving = MaterializationPtr(new Materialization);
         }
         CopyResult result;
         try {
@@ -223,7 +215,10 @@ ManagerState::Made ManagerState::make(ValueRecord& record, const Handle& handle,
     }
   }
   if (made.arriving) {
-    made.arriving->ranges = made.arriving->block->address_ranges();
+    std::vector<AddressRange> ranges = made.arriving->block->address_ranges();
+    if (!ranges.empty()) {
+      made.arriving->ranges = std::make_unique<const std::vector<AddressRange>>(std::move(ranges));
+    }
   }
   return made;
 }
@@ -275,15 +270,14 @@ ManagerState::Performed ManagerState::carry_out(Lock& lock, Trash& trash, ValueR
         }
         if (each.kind == TransitionKind::kRefresh) {
           target = record.find(each.to);
-          trash.objects.push_back(std::move(target->ready));
+          trash.objects.push_back(target->ready());
         } else {
-          target = made.arriving.get();
-          target->location = each.to;
-          target->charge = each.charge;
-          attach(record, std::move(made.arriving));
+          made.arriving->location = each.to;
+          made.arriving->charge = each.charge;
+          target = attach(record, std::move(made.arriving));
           ledger_.list(each.to);
         }
-        target->ready = made.fence;
+        target->set_ready(made.fence);
         target->fails_later = fails_later;
         // Written while it was being copied, by somebody who did not say so.
         target->stale = record.content_epoch != content_epoch;
@@ -293,10 +287,7 @@ ManagerState::Performed ManagerState::carry_out(Lock& lock, Trash& trash, ValueR
         if (made.fence) {
           if (Materialization* source = record.find(each.from);
               source != nullptr && source != target) {
-            std::erase_if(source->readers, [](const FencePtr& fence) {
-              return fence->poll() != FenceStatus::kPending;
-            });
-            source->readers.push_back(made.fence);
+            source->add_reader(made.fence);
           }
         }
         break;
@@ -305,7 +296,10 @@ ManagerState::Performed ManagerState::carry_out(Lock& lock, Trash& trash, ValueR
         if (each.temporary) {
           Account& account = ledger_.account(each.from);
           account.used -= each.charge;
-          std::vector<FencePtr> after = incomplete({}, {}, made.fence);
+          std::vector<FencePtr> after;
+          if (made.fence && made.fence->poll() == FenceStatus::kPending) {
+            after.push_back(made.fence);
+          }
           if (!after.empty() && !backend_->reuses_in_device_order(each.from)) {
             account.retiring += each.charge;
             retiring_.push_back({each.from, each.charge, after});
@@ -313,7 +307,7 @@ ManagerState::Performed ManagerState::carry_out(Lock& lock, Trash& trash, ValueR
           releases.push_back({std::move(made.temporary), std::move(after)});
           break;
         }
-        std::unique_ptr<Materialization> given_up = detach(record, each.from);
+        MaterializationPtr given_up = detach(record, each.from);
         gave_up_stale = given_up->stale;
         if (!fails_later || arrival.from != each.from) {
           give_up(std::move(given_up), std::move(made.escape_watch), releases);

@@ -112,7 +112,7 @@ Explanation ManagerState::explain(const ResidencyPlan* plan,
   check_version(explanation.plan, expected_state_version);
   settle(trash);
   explanation.state_version = version_;
-  World world(values_, ledger_, *backend_, options_);
+  World world(values_, ledger_, *backend_, options_, explanation.actions.capacity());
   const Simulated simulated = plan != nullptr
                                   ? simulate(world, *plan, &explanation)
                                   : simulate(world, Phase::kExecute, actions, &explanation);
@@ -169,7 +169,7 @@ PlanReport ManagerState::execute(std::span<const ResidencyAction> actions,
     check_open();
     check_version(options.name, options.expected_state_version);
     settle(trash);
-    World world(values_, ledger_, *backend_, options_);
+    World world(values_, ledger_, *backend_, options_, actions.size());
     const Simulated simulated = simulate(world, Phase::kExecute, actions, nullptr);
     if (!simulated.feasible) {
       throw_plan_error(options.name, simulated, to_string(actions[simulated.index]));

@@ -143,13 +143,12 @@ Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
   ready.reserve(lease->values.size());
   for (const LeasedValue& each : lease->values) {
     const Materialization& materialization = *each.materialization;
-    ready.push_back(materialization.ready);
-    if (materialization.ready && (!at.is_cuda() || materialization.fails_later)) {
-      host_waits.push_back(materialization.ready);
+    ready.push_back(materialization.ready());
+    if (ready.back() && (!at.is_cuda() || materialization.fails_later)) {
+      host_waits.push_back(ready.back());
     }
     if (options.access == Access::kWrite) {
-      host_waits.insert(host_waits.end(), materialization.readers.begin(),
-                        materialization.readers.end());
+      materialization.for_each_pending([&](const FencePtr& fence) { host_waits.push_back(fence); });
     }
   }
   std::exception_ptr failure;
@@ -305,7 +304,7 @@ void ManagerState::add_stream(LeaseState& lease, const Stream& stream) {
     const Lock lock(mutex_);
     check_open();
     for (const LeasedValue& each : lease.values) {
-      ready.push_back(each.materialization->ready);
+      ready.push_back(each.materialization->ready());
     }
   }
   const std::lock_guard guard(lease.mutex);
@@ -356,12 +355,8 @@ void ManagerState::release(LeaseState& lease, bool wait) {
     if (!closed()) {
       for (std::size_t i = 0; i < lease.values.size(); ++i) {
         LeasedValue& each = lease.values[i];
-        if (!last_uses.empty()) {
-          std::erase_if(each.materialization->last_uses, [](const FencePtr& fence) {
-            return fence->poll() != FenceStatus::kPending;
-          });
-          each.materialization->last_uses.insert(each.materialization->last_uses.end(),
-                                                 last_uses.begin(), last_uses.end());
+        for (const FencePtr& fence : last_uses) {
+          each.materialization->add_last_use(fence);
         }
         if (written[i] || lease.access == Access::kWrite) {
           mark_others_stale(*each.record, each.materialization);
@@ -421,7 +416,7 @@ Hold ManagerState::hold(std::span<const Handle> handles, Location at) {
                                            to_string(hold->handles[i]), to_string(at)));
       }
       if (materialization->is_uncertain()) {
-        uncertain.push_back(materialization->ready);
+        uncertain.push_back(materialization->ready());
       }
       hold->materializations.push_back(materialization);
     }

@@ -196,12 +196,10 @@ std::vector<FencePtr> ManagerState::fences_to_wait_for(const ValueRecord* record
     for (const Materialization* each = record->first.get(); each != nullptr;
          each = each->next.get()) {
       if (each->is_uncertain()) {
-        add_incomplete(each->ready, fences);
+        add_incomplete(each->ready(), fences);
       }
       if (verdict.reason == Reason::kRefreshed && each->location == verdict.destination) {
-        for (const FencePtr& reader : each->readers) {
-          add_incomplete(reader, fences);
-        }
+        each->for_each_pending([&](const FencePtr& fence) { fences.push_back(fence); });
       }
     }
   }
@@ -293,10 +291,7 @@ void ManagerState::synchronize() {
     values_.for_each([&](const ValueRecord& record) {
       for (const Materialization* each = record.first.get(); each != nullptr;
            each = each->next.get()) {
-        add_incomplete(each->ready, fences);
-        for (const FencePtr& fence : each->last_uses) {
-          add_incomplete(fence, fences);
-        }
+        each->for_each_pending([&](const FencePtr& fence) { fences.push_back(fence); });
       }
     });
     if (fences.empty()) {
@@ -405,8 +400,8 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
   }
   // An uncertain materialization is given up only after it was settled, so it is still there.
   Materialization& arrived = *record->find(arrival.at);
-  trash.objects.push_back(std::move(arrived.ready));
-  arrived.ready = nullptr;
+  trash.objects.push_back(arrived.ready());
+  arrived.set_ready(nullptr);
   arrived.fails_later = false;
   if (status == FenceStatus::kDone) {
     return true;
@@ -435,44 +430,55 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
 
 // --- Materializations
 
-void ManagerState::attach(ValueRecord& record, std::unique_ptr<Materialization> materialization) {
-  for (const AddressRange& range : materialization->ranges) {
-    managed_ranges_.emplace(range.begin, range.end);
+/// Returns where it stands until it is detached.
+Materialization* ManagerState::attach(ValueRecord& record, MaterializationPtr materialization) {
+  if (materialization->ranges) {
+    for (const AddressRange& range : *materialization->ranges) {
+      managed_ranges_.emplace(range.begin, range.end);
+    }
+  }
+  if (Materialization& slot = record.slot_for_first; !slot.in_slot) {
+    slot = std::move(*materialization);
+    slot.in_slot = true;
+    materialization.reset(&slot);
   }
   // In the order of locations, so that equal states look equal.
-  std::unique_ptr<Materialization>* place = &record.first;
+  MaterializationPtr* place = &record.first;
   while (*place != nullptr && (*place)->location < materialization->location) {
     place = &(*place)->next;
   }
   materialization->next = std::move(*place);
   *place = std::move(materialization);
+  return place->get();
 }
 
-std::unique_ptr<Materialization> ManagerState::detach(ValueRecord& record, Location location) {
-  std::unique_ptr<Materialization>* place = &record.first;
+MaterializationPtr ManagerState::detach(ValueRecord& record, Location location) {
+  MaterializationPtr* place = &record.first;
   while (*place != nullptr && (*place)->location != location) {
     place = &(*place)->next;
   }
-  std::unique_ptr<Materialization> detached = std::move(*place);
-  if (detached) {
-    *place = std::move(detached->next);
-    for (const AddressRange& range : detached->ranges) {
+  MaterializationPtr detached = std::move(*place);
+  if (!detached) {
+    return detached;
+  }
+  *place = std::move(detached->next);
+  if (detached->in_slot) {  // the slot is the record's: what is detached outlives that
+    MaterializationPtr moved(new Materialization(std::move(*detached)));
+    moved->in_slot = false;
+    detached = std::move(moved);
+  }
+  if (detached->ranges) {
+    for (const AddressRange& range : *detached->ranges) {
       managed_ranges_.erase(range.begin);
     }
   }
   return detached;
 }
 
-void ManagerState::give_up(std::unique_ptr<Materialization> given_up, FencePtr escape_watch,
+void ManagerState::give_up(MaterializationPtr given_up, FencePtr escape_watch,
                            std::vector<Release>& releases) {
   std::vector<FencePtr> after;
-  add_incomplete(given_up->ready, after);
-  for (const FencePtr& fence : given_up->last_uses) {
-    add_incomplete(fence, after);
-  }
-  for (const FencePtr& fence : given_up->readers) {
-    add_incomplete(fence, after);
-  }
+  given_up->for_each_pending([&](const FencePtr& fence) { after.push_back(fence); });
   Account& account = ledger_.account(given_up->location);
   if (escape_watch) {
     account.escaped += given_up->charge;
@@ -622,13 +628,10 @@ Snapshot ManagerState::snapshot() {
     }
     for (const Materialization* each = record.first.get(); each != nullptr;
          each = each->next.get()) {
-      const bool arriving = each->ready && each->ready->poll() == FenceStatus::kPending;
+      const FencePtr ready = each->ready();
+      const bool arriving = ready && ready->poll() == FenceStatus::kPending;
       if (arriving) {
         note_arriving(each->location, each->charge);
-      }
-      std::vector<FencePtr> pending;
-      for (const FencePtr& fence : each->last_uses) {
-        add_incomplete(fence, pending);
       }
       value.materializations.push_back(
           {.location = each->location,
@@ -637,7 +640,7 @@ Snapshot ManagerState::snapshot() {
            .charged_bytes = each->charge,
            .num_leases = each->num_leases,
            .num_holds = each->num_holds,
-           .num_pending = static_cast<std::uint32_t>(pending.size())});
+           .num_pending = each->num_pending_last_uses()});
     }
   });
   for (const auto& [number, open] : reservations_) {
@@ -700,10 +703,7 @@ void ManagerState::close(bool wait, bool force) {
     values_.for_each([&](const ValueRecord& record) {
       for (const Materialization* each = record.first.get(); each != nullptr;
            each = each->next.get()) {
-        add_incomplete(each->ready, fences);
-        for (const FencePtr& fence : each->last_uses) {
-          add_incomplete(fence, fences);
-        }
+        each->for_each_pending([&](const FencePtr& fence) { fences.push_back(fence); });
       }
     });
     const Unlocked unlocked(*this, lock);
@@ -782,7 +782,7 @@ void ManagerState::audit() {
       leases += each->num_leases;
       good += each->stale ? 0U : 1U;
       ++materializations;
-      num_ranges += each->ranges.size();
+      num_ranges += each->ranges ? each->ranges->size() : 0;
       if (each->charge != backend_->occupied_bytes(record.spec, each->location)) {
         differences += fmt::format("{}: charge at {} is not what it occupies\n",
                                    to_string(values_.handle_of(record)), to_string(each->location));

@@ -28,7 +28,7 @@ namespace residency {
 /// take the GIL, a source may be a Python object.
 struct Trash {
   std::vector<std::shared_ptr<const void>> objects;
-  std::vector<std::unique_ptr<Materialization>> materializations;
+  std::vector<MaterializationPtr> materializations;
 };
 
 /// A lease's share of one value.
@@ -170,7 +170,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
     TransferPath path = TransferPath::kNone;
     FencePtr fence;
     bool overwrites = false;  // a stale materialization; on failure it is stale again
-    std::unique_ptr<Materialization> departing;
+    MaterializationPtr departing;
     bool accounted = false;  // it has ended and the ledger knows; its record was busy
     FencePtr escape_watch;   // of the departing one, when others keep its memory alive
   };
@@ -202,7 +202,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   };
   /// What an action brought about, still to be published.
   struct Made {
-    std::unique_ptr<Materialization> arriving;  // null when nothing was made or it was overwritten
+    MaterializationPtr arriving;  // null when nothing was made or it was overwritten
     FencePtr fence;
     TransferPath path = TransferPath::kNone;
     bool blocked = false;
@@ -231,10 +231,9 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] std::vector<FencePtr> fences_to_wait_for(const ValueRecord* record,
                                                          const Verdict& verdict) const;
   void admit(Lock& lock, Trash& trash, Location location, Bytes nbytes, bool may_block);
-  void attach(ValueRecord& record, std::unique_ptr<Materialization> materialization);
-  [[nodiscard]] std::unique_ptr<Materialization> detach(ValueRecord& record, Location location);
-  void give_up(std::unique_ptr<Materialization> given_up, FencePtr escape_watch,
-               std::vector<Release>& releases);
+  Materialization* attach(ValueRecord& record, MaterializationPtr materialization);
+  [[nodiscard]] MaterializationPtr detach(ValueRecord& record, Location location);
+  void give_up(MaterializationPtr given_up, FencePtr escape_watch, std::vector<Release>& releases);
   void end_value(ValueRecord& record, Trash& trash);
   void mark_others_stale(ValueRecord& record, const Materialization* good);
   void run_releases(Lock& lock, std::vector<Release>& releases);

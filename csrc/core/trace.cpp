@@ -22,12 +22,25 @@ void Trace::append(TransitionRecord& record, const FencePtr& fence, const PlanNa
   if (capacity_ == 0) {
     return;
   }
-  const std::size_t position = (record.sequence - 1) % capacity_;
-  if (position == ring_.size()) {
-    ring_.push_back({record, fence, plan});
-  } else {
-    ring_[position] = {record, fence, plan};
+  if (ring_.size() < capacity_) {
+    ring_.emplace_back();
   }
+  Entry& entry = ring_[(record.sequence - 1) % capacity_];
+  entry.handle = record.handle;
+  entry.source = record.source;
+  entry.destination = record.destination;
+  entry.action = record.action;
+  entry.phase = record.phase;
+  entry.reason = record.reason;
+  entry.path = record.path;
+  entry.failed = record.failed;
+  entry.waited = record.waited;
+  entry.bytes = record.bytes;
+  entry.host_start_ns = record.host_start_ns;
+  entry.host_end_ns = record.host_end_ns;
+  entry.fence = fence;
+  entry.plan = plan;
+  entry.failure = record.failed ? std::make_unique<const std::string>(record.failure) : nullptr;
 }
 
 std::vector<TransitionRecord> Trace::read(std::optional<std::size_t> limit) const {
@@ -36,12 +49,28 @@ std::vector<TransitionRecord> Trace::read(std::optional<std::size_t> limit) cons
   records.reserve(count);
   for (std::uint64_t n = num_appended_ - count; n < num_appended_; ++n) {
     const Entry& entry = ring_[n % capacity_];
-    records.push_back(entry.record);
+    TransitionRecord& record = records.emplace_back();
+    record.sequence = n + 1;
+    record.action = entry.action;
+    record.phase = entry.phase;
+    record.reason = entry.reason;
+    record.path = entry.path;
+    record.failed = entry.failed;
+    record.waited = entry.waited;
+    record.handle = entry.handle;
+    record.source = entry.source;
+    record.destination = entry.destination;
+    record.bytes = entry.bytes;
+    record.host_start_ns = entry.host_start_ns;
+    record.host_end_ns = entry.host_end_ns;
+    if (entry.failure) {
+      record.failure = *entry.failure;
+    }
     if (entry.fence) {
-      complete_record(records.back(), *entry.fence);
+      complete_record(record, *entry.fence);
     }
     if (entry.plan) {
-      records.back().plan = *entry.plan;
+      record.plan = *entry.plan;
     }
   }
   return records;

@@ -29,10 +29,23 @@ class Trace {
   [[nodiscard]] std::vector<TransitionRecord> read(std::optional<std::size_t> limit) const;
 
  private:
+  /// A TransitionRecord without the texts that most transitions lack: every action writes one.
   struct Entry {
-    TransitionRecord record;
+    Handle handle;
+    std::optional<Location> source;
+    std::optional<Location> destination;
+    ActionKind action;
+    Phase phase;
+    Reason reason;
+    TransferPath path;
+    bool failed;
+    bool waited;
+    Bytes bytes;
+    std::int64_t host_start_ns;
+    std::int64_t host_end_ns;
     FencePtr fence;
     PlanName plan;
+    std::unique_ptr<const std::string> failure;
   };
   std::size_t capacity_;
   std::uint64_t num_appended_ = 0;

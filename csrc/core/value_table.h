@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "residency/core/backend.h"
@@ -14,29 +16,107 @@
 
 namespace residency {
 
-/// One copy of a value at one location.
-struct Materialization {
+struct Materialization;
+
+/// Frees a materialization, or empties the slot in a record that it stands in.
+struct MaterializationDeleter {
+  void operator()(Materialization* materialization) const noexcept;
+};
+using MaterializationPtr = std::unique_ptr<Materialization, MaterializationDeleter>;
+
+/// One copy of a value at one location. One cache line: what is rare hangs off it.
+struct alignas(64) Materialization {
+  /// Only while something is in flight, or was not so long ago.
+  struct Fences {
+    FencePtr ready;                   ///< null: ready
+    std::vector<FencePtr> last_uses;  ///< of leases that have ended
+    std::vector<FencePtr> readers;    ///< copies that read this one
+  };
+
   Location location;
   bool stale = false;
   bool fails_later = false;  ///< arriving on a path that can fail after it was enqueued
+  bool in_slot = false;      ///< it stands in its record instead of the heap
   std::uint32_t num_leases = 0;
   std::uint32_t num_holds = 0;
   Bytes charge;
   BlockPtr block;
-  FencePtr ready;                   ///< null: ready
-  std::vector<FencePtr> last_uses;  ///< of leases that have ended
-  std::vector<FencePtr> readers;    ///< copies that read this one
-  std::vector<AddressRange> ranges;
-  std::unique_ptr<Materialization> next;
+  std::unique_ptr<Fences> fences;
+  std::unique_ptr<const std::vector<AddressRange>> ranges;  ///< null: none
+  MaterializationPtr next;
 
   [[nodiscard]] bool is_protected() const noexcept { return num_leases != 0 || num_holds != 0; }
   /// An arrival of which it is not yet known whether it succeeds.
-  [[nodiscard]] bool is_uncertain() const noexcept { return fails_later && ready != nullptr; }
+  [[nodiscard]] bool is_uncertain() const noexcept { return fails_later && ready() != nullptr; }
+  [[nodiscard]] FencePtr ready() const noexcept { return fences ? fences->ready : nullptr; }
+
+  void set_ready(FencePtr fence) {
+    if (fence || fences) {
+      own_fences().ready = std::move(fence);
+    }
+  }
+  void add_reader(const FencePtr& fence) { add(own_fences().readers, fence); }
+  void add_last_use(const FencePtr& fence) { add(own_fences().last_uses, fence); }
+
+  /// Visits what is still pending of the arrival, the copies that read and the last uses.
+  template <class Visit>
+  void for_each_pending(const Visit& visit) const {
+    if (!fences) {
+      return;
+    }
+    for_each_pending(std::span(&fences->ready, 1), visit);
+    for_each_pending(fences->readers, visit);
+    for_each_pending(fences->last_uses, visit);
+  }
+  [[nodiscard]] std::uint32_t num_pending_readers() const noexcept {
+    return fences ? count_pending(fences->readers) : 0;
+  }
+  [[nodiscard]] std::uint32_t num_pending_last_uses() const noexcept {
+    return fences ? count_pending(fences->last_uses) : 0;
+  }
+
+ private:
+  Fences& own_fences() {
+    if (!fences) {
+      fences = std::make_unique<Fences>();
+    }
+    return *fences;
+  }
+  static void add(std::vector<FencePtr>& to, const FencePtr& fence) {
+    std::erase_if(to, [](const FencePtr& each) { return each->poll() != FenceStatus::kPending; });
+    to.push_back(fence);
+  }
+  template <class Visit>
+  static void for_each_pending(std::span<const FencePtr> fences, const Visit& visit) {
+    for (const FencePtr& fence : fences) {
+      if (fence && fence->poll() == FenceStatus::kPending) {
+        visit(fence);
+      }
+    }
+  }
+  static std::uint32_t count_pending(std::span<const FencePtr> fences) noexcept {
+    std::uint32_t count = 0;
+    for_each_pending(fences, [&](const FencePtr&) { ++count; });
+    return count;
+  }
 };
 
-/// A value as the manager keeps it. Two cache lines: a manager with a million values touches one
-/// of them cold for every action.
-struct ValueRecord {
+static_assert(sizeof(Materialization) == 64);
+
+inline void MaterializationDeleter::operator()(Materialization* materialization) const noexcept {
+  if (materialization->in_slot) {
+    *materialization = Materialization();
+  } else {
+    delete materialization;
+  }
+}
+
+/// A value as the manager keeps it. A manager with a million values finds it cold every time, so
+/// the first materialization stands in it, and what actions touch lies in the first two cache
+/// lines, which are fetched at once.
+struct alignas(64) ValueRecord {
+  Materialization slot_for_first;  // outlives `first`, which may point to it
+
   std::uint16_t generation = 0;
   bool live = false;
   bool discarded = false;
@@ -45,16 +125,18 @@ struct ValueRecord {
   bool write_leased = false;
   bool dirty = false;        ///< written since it was registered: its source cannot make it again
   bool has_failure = false;  ///< a transfer failed and nobody was told yet
-  std::uint32_t slot = 0;
-  Location source_location;
+  std::uint32_t slot = 0;    ///< in the table
+  std::uint32_t next_free = 0;  ///< while not live
   ValueType type;
+  Location source_location;
   std::uint32_t content_epoch = 0;  ///< rises with every write
   std::uint32_t visit = 0;          ///< last multi-value call that saw it
   std::uint32_t num_leases = 0;     ///< over all materializations
+  MaterializationPtr first;
+  std::uint64_t registration = 0;
+
   ValueSpec spec;
   std::shared_ptr<Source> source;
-  std::uint64_t registration = 0;
-  std::unique_ptr<Materialization> first;
 
   [[nodiscard]] Materialization* find(Location location) const noexcept {
     for (Materialization* each = first.get(); each != nullptr; each = each->next.get()) {
@@ -66,12 +148,16 @@ struct ValueRecord {
   }
   [[nodiscard]] bool can_be_made_again() const noexcept { return source != nullptr && !dirty; }
 };
+static_assert(sizeof(ValueRecord) == 192);
 
 /// The values of a manager by handle: slots in chunks, reused with a new generation, so that a
 /// lookup is two loads and a forgotten value leaves nothing behind. Guarded by the manager's mutex.
 class ValueTable {
  public:
   explicit ValueTable(ManagerId manager) noexcept : manager_(manager) {}
+  ValueTable(const ValueTable&) = delete;
+  ValueTable& operator=(const ValueTable&) = delete;
+  ~ValueTable();
 
   /// A fresh record. Throws `std::length_error` when the ids are used up.
   ValueRecord& add(ValueType type);
@@ -96,11 +182,9 @@ class ValueTable {
   template <class Visit>
   void for_each(const Visit& visit) const {
     for (const Chunk& chunk : chunks_) {
-      if (chunk.records) {
-        for (std::uint32_t i = 0; i < kChunkSize; ++i) {
-          if (chunk.records[i].live) {
-            visit(chunk.records[i]);
-          }
+      for (std::uint32_t i = 0; i < chunk.num_made; ++i) {
+        if (chunk.records[i].live) {
+          visit(chunk.records[i]);
         }
       }
     }
@@ -118,20 +202,44 @@ class ValueTable {
   }
 
  private:
-  static constexpr std::uint32_t kChunkBits = 8;
-  static constexpr std::uint32_t kChunkSize = 1U << kChunkBits;
+  // A few small chunks, so that a small manager is small; then chunks of three huge pages, since
+  // most of the cost of a cold record is the walk of the page table.
+  static constexpr std::uint32_t kSmallBits = 8;
+  static constexpr std::uint32_t kNumSmall = 64;
+  static constexpr std::uint32_t kNumSmallSlots = kNumSmall << kSmallBits;
+  static constexpr std::uint32_t kLargeBits = 15;
   static constexpr int kSlotBits = 28;
   static constexpr int kGenerationBits = Handle::kValueBits - kSlotBits;
   static constexpr std::uint16_t kMaxGeneration = (1U << kGenerationBits) - 1;
+  static constexpr std::uint32_t kNone = ~0U;
 
   struct Chunk {
-    std::unique_ptr<ValueRecord[]> records;  ///< null while the chunk is empty
-    std::uint16_t num_live = 0;
-    std::uint16_t first_free = 0;       ///< no slot below it is free
-    std::uint16_t base_generation = 1;  ///< of slots of a chunk that is made again
+    ValueRecord* records = nullptr;  ///< raw memory; null while the chunk is empty
+    std::uint32_t num_made = 0;      ///< records constructed
+    std::uint32_t num_live = 0;
+    std::uint32_t first_free = kNone;   ///< of the made ones, linked by next_free
+    std::uint16_t base_generation = 1;  ///< of a slot that is made anew
     bool has_room = true;               ///< it stands in `with_room_`
   };
+  struct Position {
+    std::uint32_t chunk;
+    std::uint32_t index;
+  };
 
+  [[nodiscard]] static constexpr Position position_of(std::uint32_t slot) noexcept {
+    return slot < kNumSmallSlots ? Position{slot >> kSmallBits, slot & ((1U << kSmallBits) - 1)}
+                                 : Position{kNumSmall + ((slot - kNumSmallSlots) >> kLargeBits),
+                                            (slot - kNumSmallSlots) & ((1U << kLargeBits) - 1)};
+  }
+  [[nodiscard]] static constexpr std::uint32_t first_slot_of(std::uint32_t chunk) noexcept {
+    return chunk < kNumSmall ? chunk << kSmallBits
+                             : kNumSmallSlots + ((chunk - kNumSmall) << kLargeBits);
+  }
+  [[nodiscard]] static constexpr std::uint32_t capacity_of(std::uint32_t chunk) noexcept {
+    return 1U << (chunk < kNumSmall ? kSmallBits : kLargeBits);
+  }
+  void allocate(std::uint32_t number);
+  void free(std::uint32_t number) noexcept;
   static void sort_by_registration(std::vector<ValueRecord*>& records);
 
   ManagerId manager_;

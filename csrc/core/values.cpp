@@ -35,9 +35,12 @@ Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type
     throw std::invalid_argument("adopt: the block is null");
   }
   const Location at = block->location();
-  auto materialization = std::make_unique<Materialization>();
+  MaterializationPtr materialization(new Materialization);
   materialization->location = at;
-  materialization->ranges = block->address_ranges();
+  const std::vector<AddressRange> ranges = block->address_ranges();
+  if (!ranges.empty()) {
+    materialization->ranges = std::make_unique<const std::vector<AddressRange>>(ranges);
+  }
   if (block->logical_bytes() != spec.logical_bytes) {
     throw MaterializationError(
         fmt::format("adopt: the block has {} logical bytes, the spec says {}",
@@ -49,7 +52,7 @@ Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type
   check_available(at);
   materialization->charge = backend_->occupied_bytes(spec, at);
   admit(lock, trash, at, materialization->charge, true);
-  for (const AddressRange& range : materialization->ranges) {
+  for (const AddressRange& range : ranges) {
     // The only managed range that can reach into this one from below is the last that begins
     // before its end.
     const auto after = managed_ranges_.lower_bound(range.end);
@@ -108,17 +111,14 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
     }
     // Whoever gets the tensors shall find them complete, and in nobody's use.
     const Location location = chosen->location;
-    Materialization* materialization = record->find(location);
-    std::vector<FencePtr> fences = materialization->last_uses;
-    fences.insert(fences.end(), materialization->readers.begin(), materialization->readers.end());
+    std::vector<FencePtr> fences;
+    const auto add = [&](const FencePtr& fence) { fences.push_back(fence); };
     for (const Materialization* each = record->first.get(); each != nullptr;
          each = each->next.get()) {
-      if (each->ready) {
-        fences.push_back(each->ready);
+      if (each->location == location || each->is_uncertain()) {
+        each->for_each_pending(add);
       }
     }
-    std::erase_if(fences,
-                  [](const FencePtr& fence) { return fence->poll() != FenceStatus::kPending; });
     if (!fences.empty()) {
       wait_on(lock, fences);
       continue;
@@ -131,7 +131,7 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
     entry.host_start_ns = now_ns();
     std::vector<FencePtr> watches = watch_escapes(lock, *record);
     for (FencePtr& watch : watches) {
-      std::unique_ptr<Materialization> each = detach(*record, record->first->location);
+      MaterializationPtr each = detach(*record, record->first->location);
       if (each->location == location) {
         ledger_.account(location).used -= each->charge;
         taken = each->block;

@@ -1,15 +1,10 @@
 #include "world.h"
 
+#include <algorithm>
+#include <bit>
+
 namespace residency {
 namespace {
-
-std::uint32_t num_incomplete(const std::vector<FencePtr>& fences) noexcept {
-  std::uint32_t count = 0;
-  for (const FencePtr& fence : fences) {
-    count += fence->poll() == FenceStatus::kPending ? 1U : 0U;
-  }
-  return count;
-}
 
 std::size_t spread(std::int64_t id) noexcept {
   return static_cast<std::size_t>(static_cast<std::uint64_t>(id) * 0x9e3779b97f4a7c15ULL >> 20);
@@ -32,10 +27,10 @@ void World::read(const Handle& handle, ValueView& view) const {
     residence.location = each->location;
     residence.stale = each->stale;
     residence.uncertain = each->is_uncertain();
-    residence.read_by_copy = !each->readers.empty() && num_incomplete(each->readers) != 0;
+    residence.read_by_copy = each->num_pending_readers() != 0;
     residence.num_leases = each->num_leases;
     residence.num_holds = each->num_holds;
-    residence.num_pending = each->last_uses.empty() ? 0 : num_incomplete(each->last_uses);
+    residence.num_pending = each->num_pending_last_uses();
     residence.charge = each->charge;
     residence.block = each->block.get();
     view.residences.push_back(residence);
@@ -55,8 +50,14 @@ std::uint32_t* World::find_slot(std::int64_t id) {
 }
 
 void World::grow() {
-  const std::size_t size = index_.empty() ? 16 : index_.size() * 2;
-  index_.assign(size, 0);
+  if (index_.empty()) {
+    const std::size_t expected = std::min<std::size_t>(num_actions_, 4096);
+    views_.reserve(expected);
+    ids_.reserve(expected);
+    index_.assign(std::bit_ceil(std::max<std::size_t>(16, 2 * expected)), 0);
+  } else {
+    index_.assign(index_.size() * 2, 0);
+  }
   for (std::size_t i = 0; i < ids_.size(); ++i) {
     *find_slot(ids_[i]) = static_cast<std::uint32_t>(i + 1);
   }
@@ -70,11 +71,13 @@ const ValueView& World::value(const Handle& handle) {
         return view;
       }
       scratch_ = ValueView();
+      scratch_id_ = 0;
       scratch_.why_not = Reason::kDiscardedHandle;
       return scratch_;
     }
   }
   read(handle, scratch_);
+  scratch_id_ = handle.id();
   return scratch_;
 }
 
@@ -84,8 +87,11 @@ ValueView& World::overlaid(const Handle& handle) {
   }
   std::uint32_t* slot = find_slot(handle.id());
   if (*slot == 0) {
-    views_.emplace_back();
-    read(handle, views_.back());
+    if (scratch_id_ == handle.id()) {  // just planned, and nothing has changed it since
+      views_.push_back(scratch_);
+    } else {
+      read(handle, views_.emplace_back());
+    }
     ids_.push_back(handle.id());
     *slot = static_cast<std::uint32_t>(views_.size());
   }

@@ -31,7 +31,7 @@ struct ValueView {
   const ValueRecord* record = nullptr;
   Reason why_not = Reason::kUnknownHandle;  ///< when record is null
   bool ended = false;                       ///< the simulation has discarded it
-  InlineVector<Residence, 4> residences;
+  InlineVector<Residence, 2> residences;
 
   [[nodiscard]] Residence* find(Location location) noexcept {
     for (Residence& each : residences) {
@@ -53,9 +53,14 @@ struct ValueView {
 /// Lives under the manager's mutex.
 class World {
  public:
+  /// `num_actions`: how many are going to be simulated, so that room is made once.
   World(const ValueTable& values, const Ledger& ledger, const Backend& backend,
-        const ManagerOptions& options) noexcept
-      : values_(values), ledger_(ledger), backend_(backend), options_(options) {}
+        const ManagerOptions& options, std::size_t num_actions = 0) noexcept
+      : values_(values),
+        ledger_(ledger),
+        backend_(backend),
+        options_(options),
+        num_actions_(num_actions) {}
 
   /// The reference is valid until the next call.
   [[nodiscard]] const ValueView& value(const Handle& handle);
@@ -84,10 +89,12 @@ class World {
   const Ledger& ledger_;
   const Backend& backend_;
   const ManagerOptions& options_;
+  const std::size_t num_actions_;
 
   std::vector<Account> accounts_;
   Account unlisted_;
   ValueView scratch_;
+  std::int64_t scratch_id_ = 0;  // what scratch_ was read for
   std::vector<ValueView> views_;
   std::vector<std::int64_t> ids_;     // of views_
   std::vector<std::uint32_t> index_;  // open addressing: position in views_ + 1, 0 is empty
