@@ -58,12 +58,11 @@ void ManagerState::check_not_loading() const {
 }
 
 ActionReport ManagerState::apply(const ResidencyAction& action, const ActionOptions& options) {
-  return perform(action, options, Phase::kExecute, nullptr).report;
+  return perform(action, options, Phase::kExecute, nullptr);
 }
 
-ManagerState::Performed ManagerState::perform(const ResidencyAction& action,
-                                              const ActionOptions& options, Phase phase,
-                                              const PlanName& plan, bool keep_held) {
+ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOptions& options,
+                                   Phase phase, const PlanName& plan, bool pin) {
   check_not_loading();
   const Handle handle = handle_of(action);
   TransitionRecord entry;
@@ -112,19 +111,21 @@ ManagerState::Performed ManagerState::perform(const ResidencyAction& action,
     if (verdict.no_op()) {
       entry.host_end_ns = entry.host_start_ns;
       trace_.append(entry, nullptr, plan);
-      Performed performed;
-      performed.report.record_ = std::move(entry);
-      if (keep_held) {
-        performed.target = record->find(*verdict.destination);
-        ++performed.target->num_holds;
-        ++num_holds_;
-        ++version_;
+      if (pin) {
+        ++record->num_pins;
       }
-      return performed;
+      ActionReport report;
+      report.record_ = std::move(entry);
+      return report;
     }
-    return verdict.reason == Reason::kDiscarded
-               ? carry_out_discard(lock, trash, *record, handle, entry, plan)
-               : carry_out(lock, trash, *record, handle, verdict, options, entry, plan, keep_held);
+    ActionReport report =
+        verdict.reason == Reason::kDiscarded
+            ? carry_out_discard(lock, trash, *record, handle, entry, plan)
+            : carry_out(lock, trash, *record, handle, verdict, options, entry, plan);
+    if (pin) {  // nobody else has had the turn since the commit
+      ++record->num_pins;
+    }
+    return report;
   }
 }
 
@@ -223,11 +224,10 @@ ManagerState::Made ManagerState::make(ValueRecord& record, const Handle& handle,
   return made;
 }
 
-ManagerState::Performed ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& record,
-                                                const Handle& handle, const Verdict& verdict,
-                                                const ActionOptions& options,
-                                                TransitionRecord& entry, const PlanName& plan,
-                                                bool keep_held) {
+ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& record,
+                                     const Handle& handle, const Verdict& verdict,
+                                     const ActionOptions& options, TransitionRecord& entry,
+                                     const PlanName& plan) {
   const std::span transitions(verdict.transitions.data(), verdict.num_transitions);
   const auto makes = [](const Transition& each) {
     return each.kind == TransitionKind::kReconstruct || each.kind == TransitionKind::kCopy;
@@ -310,7 +310,7 @@ ManagerState::Performed ManagerState::carry_out(Lock& lock, Trash& trash, ValueR
         MaterializationPtr given_up = detach(record, each.from);
         gave_up_stale = given_up->stale;
         if (!fails_later || arrival.from != each.from) {
-          give_up(std::move(given_up), std::move(made.escape_watch), releases);
+          give_up(handle, std::move(given_up), std::move(made.escape_watch), releases);
           break;
         }
         // The fence keeps the block until the transfer has succeeded, the arrival the rest.
@@ -320,7 +320,7 @@ ManagerState::Performed ManagerState::carry_out(Lock& lock, Trash& trash, ValueR
         if (made.escape_watch) {
           account.escaped += given_up->charge;
           arrival.escape_watch = made.escape_watch;
-          escaped_.push_back({each.from, given_up->charge, std::move(made.escape_watch)});
+          escaped_.push_back({handle, each.from, given_up->charge, std::move(made.escape_watch)});
         } else {
           account.used -= given_up->charge;
           account.retiring += given_up->charge;
@@ -343,40 +343,34 @@ ManagerState::Performed ManagerState::carry_out(Lock& lock, Trash& trash, ValueR
   entry.host_end_ns = now_ns();
   trace_.append(entry, made.fence, plan);
 
-  Performed performed;
-  performed.report.record_ = std::move(entry);
-  performed.report.fence_ = made.fence;
-  performed.report.gave_up_stale_ = gave_up_stale;
+  ActionReport report;
+  report.record_ = std::move(entry);
+  report.fence_ = made.fence;
+  report.gave_up_stale_ = gave_up_stale;
   if (fails_later) {
-    performed.report.state_ = shared_from_this();
-  }
-  if (keep_held) {
-    performed.target = target;
-    ++target->num_holds;
-    ++num_holds_;
+    report.state_ = shared_from_this();
   }
   run_releases(lock, releases);
-  return performed;
+  return report;
 }
 
-ManagerState::Performed ManagerState::carry_out_discard(Lock& lock, Trash& trash,
-                                                        ValueRecord& record, const Handle& handle,
-                                                        TransitionRecord& entry,
-                                                        const PlanName& plan) {
+ActionReport ManagerState::carry_out_discard(Lock& lock, Trash& trash, ValueRecord& record,
+                                             const Handle& handle, TransitionRecord& entry,
+                                             const PlanName& plan) {
   std::vector<Release> releases;
   std::vector<FencePtr> watches = watch_escapes(lock, record);
   for (FencePtr& watch : watches) {
-    give_up(detach(record, record.first->location), std::move(watch), releases);
+    give_up(handle, detach(record, record.first->location), std::move(watch), releases);
   }
   end_value(record, trash);
   failures_.erase(handle.id());
   ++version_;
   entry.host_end_ns = now_ns();
   trace_.append(entry, nullptr, plan);
-  Performed performed;
-  performed.report.record_ = std::move(entry);
+  ActionReport report;
+  report.record_ = std::move(entry);
   run_releases(lock, releases);
-  return performed;
+  return report;
 }
 
 }  // namespace residency

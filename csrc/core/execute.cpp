@@ -190,14 +190,13 @@ void ManagerState::run_phase(PlanReport& report, std::span<const ResidencyAction
                              std::size_t rollback_from) {
   for (std::size_t i = 0; i < actions.size(); ++i) {
     try {
-      report.entries_.push_back(
-          perform(actions[i], {stream_for(actions[i], options.streams), options.may_block}, phase,
-                  plan)
-              .report);
+      report.entries_.push_back(perform(
+          actions[i], {stream_for(actions[i], options.streams), options.may_block}, phase, plan));
     } catch (...) {
       const std::exception_ptr cause = std::current_exception();
       const bool rolls_back = options.on_failure == OnFailure::kRollback;
-      const bool restored = rolls_back && roll_back(report, rollback_from, phase, plan);
+      const bool restored = rolls_back ? roll_back(report, rollback_from, phase, plan)
+                                       : changed_nothing(report, rollback_from);
       const std::string failed = to_string(actions[i]);
       throw PlanExecutionError(
           *plan, phase, i, failed, report, cause, restored,
@@ -209,6 +208,11 @@ void ManagerState::run_phase(PlanReport& report, std::span<const ResidencyAction
                           : "could not all be undone"));
     }
   }
+}
+
+bool ManagerState::changed_nothing(const PlanReport& report, std::size_t from) {
+  return std::all_of(report.entries_.begin() + static_cast<std::ptrdiff_t>(from),
+                     report.entries_.end(), [](const ActionReport& each) { return each.no_op(); });
 }
 
 bool ManagerState::roll_back(const PlanReport& report, std::size_t from, Phase phase,
@@ -343,7 +347,7 @@ void ManagerState::enter(ScopeState& scope) {
       const bool rolls_back = options.on_failure == OnFailure::kRollback;
       const bool restored = rolls_back
                                 ? roll_back(scope.report, 0, Phase::kReserve, scope.plan_name)
-                                : scope.report.empty();
+                                : changed_nothing(scope.report, 0);
       const std::string failed = in_words(plan.reservations()[i]);
       throw PlanExecutionError(plan.name(), Phase::kReserve, i, failed, scope.report, cause,
                                restored,

@@ -209,17 +209,16 @@ Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
   PlanReport report;
   report.plan_ = "borrow";
   const auto name = std::make_shared<const std::string>(report.plan_);
-  std::vector<std::pair<Handle, Materialization*>> held;
-  const auto end_holds = [&](const Lock&) {
-    if (closed()) {
-      return;
+  // What was brought here stays until the lease has it, or everything is undone.
+  std::vector<Handle> pinned;
+  const auto unpin = [&] {
+    const Lock lock(mutex_);
+    for (const Handle& handle : pinned) {
+      if (ValueRecord* record = values_.find(handle).record) {  // none once it has closed
+        --record->num_pins;
+      }
     }
-    for (const auto& [handle, materialization] : held) {
-      --materialization->num_holds;
-      --num_holds_;
-    }
-    version_ += held.empty() ? 0U : 1U;
-    held.clear();
+    pinned.clear();
   };
   std::vector<ResidencyAction> ensures;
   ensures.reserve(handles.size());
@@ -243,22 +242,19 @@ Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
   }
   try {
     for (const ResidencyAction& ensure : ensures) {
-      Performed performed = perform(ensure, {.may_block = options.may_block}, Phase::kExecute, name,
-                                    /*keep_held=*/true);
-      held.emplace_back(handle_of(ensure), performed.target);
-      report.entries_.push_back(std::move(performed.report));
+      report.entries_.push_back(
+          perform(ensure, {.may_block = options.may_block}, Phase::kExecute, name, /*pin=*/true));
+      pinned.push_back(handle_of(ensure));
     }
     Lease lease = acquire(handles, at, options);
     lease.state_->transitions = std::move(report);
-    const Lock lock(mutex_);
-    end_holds(lock);
+    unpin();
     return lease;
   } catch (...) {
-    {
-      const Lock lock(mutex_);
-      end_holds(lock);
+    if (!closed()) {
+      unpin();
+      (void)roll_back(report, 0, Phase::kExecute, name);
     }
-    (void)roll_back(report, 0, Phase::kExecute, name);
     throw;
   }
 }

@@ -1,5 +1,6 @@
 #include "manager_state.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include <fmt/format.h>
@@ -46,13 +47,22 @@ ManagerState::ManagerState(ManagerId id, ManagerOptions options, std::shared_ptr
   }
   for (const DiskTier& each : options_.disks) {
     const Location location = Location::disk(each.name);
+    if (std::ranges::count(options_.disks, each.name, &DiskTier::name) != 1) {
+      throw std::invalid_argument("ManagerOptions: " + to_string(location) + " is given twice");
+    }
     if (each.budget) {
       add(location, each.budget);
-    } else if (ledger_.find(location) != nullptr && ledger_.find(location)->budget) {
-      continue;  // its budget stands in `budgets`
     }
   }
   backend_->open(id_, options_);
+  for (const Location location : ledger_.listed()) {
+    if (const std::string why = backend_->why_unavailable(location); !why.empty()) {
+      backend_->close(false);
+      throw UnavailableError(
+          fmt::format("ManagerOptions: a budget is given for {}, which is not available: {}",
+                      to_string(location), why));
+    }
+  }
 }
 
 ManagerState::~ManagerState() {
@@ -475,14 +485,14 @@ MaterializationPtr ManagerState::detach(ValueRecord& record, Location location) 
   return detached;
 }
 
-void ManagerState::give_up(MaterializationPtr given_up, FencePtr escape_watch,
+void ManagerState::give_up(const Handle& handle, MaterializationPtr given_up, FencePtr escape_watch,
                            std::vector<Release>& releases) {
   std::vector<FencePtr> after;
   given_up->for_each_pending([&](const FencePtr& fence) { after.push_back(fence); });
   Account& account = ledger_.account(given_up->location);
   if (escape_watch) {
     account.escaped += given_up->charge;
-    escaped_.push_back({given_up->location, given_up->charge, std::move(escape_watch)});
+    escaped_.push_back({handle, given_up->location, given_up->charge, std::move(escape_watch)});
   } else {
     account.used -= given_up->charge;
     if (!after.empty() && !backend_->reuses_in_device_order(given_up->location)) {
@@ -643,6 +653,9 @@ Snapshot ManagerState::snapshot() {
            .num_pending = each->num_pending_last_uses()});
     }
   });
+  for (const Escaped& each : escaped_) {
+    snapshot.escaped.push_back({each.handle, each.location, each.bytes});
+  }
   for (const auto& [number, open] : reservations_) {
     snapshot.reservations.push_back({open.fields, open.headroom != nullptr});
   }
@@ -733,7 +746,7 @@ void ManagerState::tear_down(Lock& lock) noexcept {
   std::vector<Release> releases;
   values_.for_each([&](ValueRecord& record) {
     while (record.first) {
-      give_up(detach(record, record.first->location), nullptr, releases);
+      give_up(values_.handle_of(record), detach(record, record.first->location), nullptr, releases);
     }
     if (!record.discarded) {
       end_value(record, trash);

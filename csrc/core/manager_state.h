@@ -182,6 +182,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   };
   /// Bytes given up whose memory others keep alive.
   struct Escaped {
+    Handle handle;
     Location location;
     Bytes bytes;
     FencePtr until;
@@ -233,24 +234,22 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   void admit(Lock& lock, Trash& trash, Location location, Bytes nbytes, bool may_block);
   Materialization* attach(ValueRecord& record, MaterializationPtr materialization);
   [[nodiscard]] MaterializationPtr detach(ValueRecord& record, Location location);
-  void give_up(MaterializationPtr given_up, FencePtr escape_watch, std::vector<Release>& releases);
+  void give_up(const Handle& handle, MaterializationPtr given_up, FencePtr escape_watch,
+               std::vector<Release>& releases);
   void end_value(ValueRecord& record, Trash& trash);
   void mark_others_stale(ValueRecord& record, const Materialization* good);
   void run_releases(Lock& lock, std::vector<Release>& releases);
 
-  struct Performed {
-    ActionReport report;
-    Materialization* target = nullptr;  ///< held, when that was asked for
-  };
-  Performed perform(const ResidencyAction& action, const ActionOptions& options, Phase phase,
-                    const PlanName& plan, bool keep_held = false);
-  Performed carry_out(Lock& lock, Trash& trash, ValueRecord& record, const Handle& handle,
-                      const Verdict& verdict, const ActionOptions& options, TransitionRecord& entry,
-                      const PlanName& plan, bool keep_held);
+  ActionReport perform(const ResidencyAction& action, const ActionOptions& options, Phase phase,
+                       const PlanName& plan, bool pin = false);
+  ActionReport carry_out(Lock& lock, Trash& trash, ValueRecord& record, const Handle& handle,
+                         const Verdict& verdict, const ActionOptions& options,
+                         TransitionRecord& entry, const PlanName& plan);
   Made make(ValueRecord& record, const Handle& handle, const Verdict& verdict,
             const ActionOptions& options);
-  Performed carry_out_discard(Lock& lock, Trash& trash, ValueRecord& record, const Handle& handle,
-                              TransitionRecord& entry, const PlanName& plan);
+  ActionReport carry_out_discard(Lock& lock, Trash& trash, ValueRecord& record,
+                                 const Handle& handle, TransitionRecord& entry,
+                                 const PlanName& plan);
 
   struct Simulated {
     bool feasible = true;
@@ -274,6 +273,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   };
   void run_phase(PlanReport& report, std::span<const ResidencyAction> actions, Phase phase,
                  const PlanName& plan, const RunOptions& options, std::size_t rollback_from);
+  [[nodiscard]] static bool changed_nothing(const PlanReport& report, std::size_t from);
   [[nodiscard]] bool roll_back(const PlanReport& report, std::size_t from, Phase phase,
                                const PlanName& plan);
   [[nodiscard]] bool undo(const TransitionRecord& done, bool gave_up_stale, Phase phase,

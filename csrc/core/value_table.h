@@ -132,6 +132,7 @@ struct alignas(64) ValueRecord {
   std::uint32_t content_epoch = 0;  ///< rises with every write
   std::uint32_t visit = 0;          ///< last multi-value call that saw it
   std::uint32_t num_leases = 0;     ///< over all materializations
+  std::uint32_t num_pins = 0;       ///< a borrow keeps all its materializations for a moment
   MaterializationPtr first;
   std::uint64_t registration = 0;
 

@@ -29,7 +29,7 @@ void World::read(const Handle& handle, ValueView& view) const {
     residence.uncertain = each->is_uncertain();
     residence.read_by_copy = each->num_pending_readers() != 0;
     residence.num_leases = each->num_leases;
-    residence.num_holds = each->num_holds;
+    residence.num_holds = each->num_holds + found.record->num_pins;
     residence.num_pending = each->num_pending_last_uses();
     residence.charge = each->charge;
     residence.block = each->block.get();

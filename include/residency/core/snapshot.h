@@ -53,6 +53,14 @@ struct LocationSnapshot {
   friend bool operator==(const LocationSnapshot&, const LocationSnapshot&) = default;
 };
 
+/// Bytes that a value gave up and that others (a caller's tensor, autograd) keep alive.
+struct EscapedSnapshot {
+  Handle handle;  ///< may be of a value that has ended since
+  Location location;
+  Bytes bytes;
+  friend bool operator==(const EscapedSnapshot&, const EscapedSnapshot&) = default;
+};
+
 struct ReservationSnapshot {
   MemoryReservation reservation;
   bool physical = false;
@@ -65,6 +73,7 @@ struct Snapshot {
   std::int64_t time_ns = 0;                       ///< steady clock
   std::vector<ValueSnapshot> values;              ///< in registration order
   std::vector<LocationSnapshot> locations;        ///< in the order of `Manager::locations`
+  std::vector<EscapedSnapshot> escaped;           ///< in the order of escape
   std::vector<ReservationSnapshot> reservations;  ///< in creation order
   std::uint32_t num_leases = 0;
   std::uint32_t num_holds = 0;
