@@ -16,7 +16,7 @@ namespace residency {
 
 struct LocationBudget {
   Location location;
-  std::optional<Bytes> budget;  ///< none: accounted, never limited
+  std::optional<Bytes> budget = std::nullopt;  ///< none: accounted, never limited
 };
 
 /// A directory in which values can live as files. Each manager works in a subdirectory of its own,
@@ -24,7 +24,7 @@ struct LocationBudget {
 struct DiskTier {
   std::string name;  ///< `disk:NAME`
   std::filesystem::path directory;
-  std::optional<Bytes> budget;
+  std::optional<Bytes> budget = std::nullopt;
   bool fsync = false;  ///< files do not outlive the manager, so this buys only early write errors
 };
 
