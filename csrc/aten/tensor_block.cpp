@@ -1,0 +1,390 @@
+#include "residency/aten/tensor_block.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/intrusive_ptr.h>
+#include <fmt/format.h>
+
+#include "csrc/aten/content_stamp.h"
+#include "residency/core/errors.h"
+
+namespace residency {
+namespace {
+
+// Note [Packs]
+// ~~~~~~~~~~~~
+// The unique storages of a materialization lie in one allocation at aligned offsets. Each has its
+// own StorageImpl of its exact bytes, whose DataPtr points into the pack and holds a reference on
+// it. So offsets, `untyped_storage()`, saving, tie detection and version counters are as the user
+// made them, and a tensor that outlives its block keeps the memory. Views of one storage would not
+// do: offsets change, saving a small field writes the whole pack, and fields that share bytes get
+// separate version counters.
+struct Pack {
+  std::atomic<std::uint32_t> num_references{0};
+  at::DataPtr memory;
+};
+
+void release_pack(void* context) {
+  auto* pack = static_cast<Pack*>(context);
+  if (pack->num_references.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    delete pack;
+  }
+}
+
+at::DataPtr refer_to(Pack* pack, std::size_t offset) {
+  pack->num_references.fetch_add(1, std::memory_order_relaxed);
+  return {static_cast<std::byte*>(pack->memory.get()) + offset, pack, &release_pack,
+          pack->memory.device()};
+}
+
+// Modes and interpreters of Python must not see these copies, nor may a dispatch mode replace them.
+class BelowPython {
+ public:
+  BelowPython()
+      : guard_(
+            c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})) {}
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard guard_;
+};
+
+at::Tensor shallow_copy(const at::Tensor& tensor, bool requires_grad) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  at::Tensor copy(impl.shallow_copy_and_detach(impl.version_counter(),
+                                               /*allow_tensor_metadata_change=*/true));
+  if (requires_grad) {
+    copy.unsafeGetTensorImpl()->set_requires_grad(true);
+  }
+  return copy;
+}
+
+at::Tensor make_tensor(const FieldLayout& field, const c10::Storage& storage) {
+  // A tensor is an inference tensor, or not, by the mode it is made in: not the caller's here.
+  const c10::InferenceMode mode(field.inference);
+  const auto key = storage.device().is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key),
+                                                   c10::scalarTypeToTypeMeta(field.dtype));
+  impl->set_sizes_and_strides(field.sizes, field.strides, field.storage_offset);
+  if (field.conjugate) {
+    impl->_set_conj(true);
+  }
+  if (field.negative) {
+    impl->_set_neg(true);
+  }
+  if (field.requires_grad) {
+    impl->set_requires_grad(true);
+  }
+  return at::Tensor(std::move(impl));
+}
+
+std::uint32_t version_of(const at::Tensor& tensor) {
+  const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  return counter.enabled() ? counter.current_version() : 0;
+}
+
+class EscapeFence final : public Fence {
+ public:
+  explicit EscapeFence(std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages)
+      : storages_(std::move(storages)) {}
+
+  [[nodiscard]] FenceStatus poll() const noexcept override {
+    for (const auto& storage : storages_) {
+      if (!storage.expired()) {
+        return FenceStatus::kPending;
+      }
+    }
+    return FenceStatus::kDone;
+  }
+  void wait() override {
+    // Nobody announces the death of a storage.
+    while (poll() == FenceStatus::kPending) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+
+ private:
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
+};
+
+}  // namespace
+
+TensorBlock::TensorBlock(Key, std::shared_ptr<const TensorLayout> layout, Location location,
+                         bool packed)
+    : layout_(std::move(layout)), location_(location), packed_(packed) {
+  storages_.resize(layout_->storages().size());
+}
+
+TensorBlock::~TensorBlock() = default;
+
+std::shared_ptr<TensorBlock> TensorBlock::adopt(const TensorResident& value) {
+  const BelowPython below;
+  // Somebody may have changed the tensors since the value was made, so they are looked at again.
+  TensorResident::Fields fields;
+  fields.reserve(value.size());
+  for (std::size_t i = 0; i < value.size(); ++i) {
+    fields.emplace_back(value.name(i), value[i]);
+  }
+  const TensorResident checked(std::move(fields));
+  const bool same = *checked.layout() == *value.layout();
+  auto block = std::make_shared<TensorBlock>(Key{}, same ? value.layout() : checked.layout(),
+                                             checked.location(), false);
+  const auto& layouts = block->layout_->fields();
+  for (std::size_t i = 0; i < checked.size(); ++i) {
+    const FieldLayout& field = layouts[i];
+    StorageEntry& entry = block->storages_[field.storage];
+    const bool elsewhere = checked[i].is_cuda() != block->location_.is_cuda();
+    if (elsewhere) {
+      // Only zero-byte storages get here; they take the location of the others.
+      if (!entry.storage) {
+        entry.storage = c10::Storage(c10::Storage::use_byte_size_t(), 0,
+                                     at::DataPtr(nullptr, c10::Device(c10::kCPU)), nullptr, false);
+      }
+      block->tensors_.push_back(make_tensor(field, entry.storage));
+    } else {
+      block->tensors_.push_back(shallow_copy(checked[i], field.requires_grad));
+      entry.storage = checked[i].storage();
+    }
+  }
+  block->enter_storages();
+  return block;
+}
+
+std::shared_ptr<TensorBlock> TensorBlock::allocate(std::shared_ptr<const TensorLayout> layout) {
+  const auto nbytes = static_cast<std::size_t>(layout->packed_bytes().count());
+  at::DataPtr memory = nbytes == 0 ? at::DataPtr(nullptr, c10::Device(c10::kCPU))
+                                   : c10::GetCPUAllocator()->allocate(nbytes);
+  return pack(std::move(layout), Location::pageable_host(), std::move(memory));
+}
+
+std::shared_ptr<TensorBlock> TensorBlock::pack(std::shared_ptr<const TensorLayout> layout,
+                                               Location location, at::DataPtr memory) {
+  const BelowPython below;
+  auto block = std::make_shared<TensorBlock>(Key{}, std::move(layout), location, true);
+  const c10::Device device = memory.device();
+  auto* pack = new Pack{{}, std::move(memory)};
+  // Keeps the pack for as long as its storages are being made.
+  const at::DataPtr keep = refer_to(pack, 0);
+  const TensorLayout& made = *block->layout_;
+  for (std::uint32_t i = 0; i < block->storages_.size(); ++i) {
+    const std::int64_t nbytes = made.storages()[i].count();
+    at::DataPtr data = nbytes == 0
+                           ? at::DataPtr(nullptr, device)
+                           : refer_to(pack, static_cast<std::size_t>(made.pack_offset(i).count()));
+    block->storages_[i].storage = c10::Storage(c10::Storage::use_byte_size_t(), c10::SymInt(nbytes),
+                                               std::move(data), nullptr, false);
+  }
+  std::vector<const c10::TensorImpl*> first(block->storages_.size(), nullptr);
+  for (const FieldLayout& field : made.fields()) {
+    at::Tensor tensor = make_tensor(field, block->storages_[field.storage].storage);
+    c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+    if (impl->version_counter().enabled()) {
+      if (first[field.storage] == nullptr) {
+        first[field.storage] = impl;
+      } else {
+        impl->set_version_counter(first[field.storage]->version_counter());
+      }
+    }
+    block->tensors_.push_back(std::move(tensor));
+  }
+  block->enter_storages();
+  return block;
+}
+
+void TensorBlock::enter_storages() {
+  for (const FieldLayout& field : layout_->fields()) {
+    ++storages_[field.storage].num_fields;
+  }
+  for (StorageEntry& entry : storages_) {
+    c10::StorageImpl* storage = entry.storage.unsafeGetStorageImpl();
+    entry.nbytes = storage->nbytes();
+    entry.data = entry.nbytes == 0 ? nullptr : storage->mutable_data();
+  }
+  known_versions_.resize(tensors_.size());
+  accept_contents(false);
+}
+
+std::shared_ptr<TensorBlock> TensorBlock::clone() const {
+  auto copy = allocate(layout_);
+  for (std::size_t i = 0; i < storages_.size(); ++i) {
+    if (storages_[i].nbytes != 0) {
+      std::memcpy(copy->storages_[i].data, storages_[i].data, storages_[i].nbytes);
+    }
+  }
+  return copy;
+}
+
+std::vector<AddressRange> TensorBlock::address_ranges() const {
+  std::vector<AddressRange> ranges;
+  for (const iovec& piece : storages()) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(piece.iov_base);
+    ranges.push_back({begin, begin + piece.iov_len});
+  }
+  return ranges;
+}
+
+TensorResident TensorBlock::tensors() const {
+  return {layout_, tensors_, location_};
+}
+
+std::vector<iovec> TensorBlock::storages() const {
+  std::vector<iovec> pieces;
+  for (const std::uint32_t storage : layout_->order()) {
+    const StorageEntry& entry = storages_[storage];
+    if (entry.nbytes == 0) {
+      continue;
+    }
+    if (!pieces.empty() &&
+        static_cast<std::byte*>(pieces.back().iov_base) + pieces.back().iov_len == entry.data) {
+      pieces.back().iov_len += entry.nbytes;
+    } else {
+      pieces.push_back({entry.data, entry.nbytes});
+    }
+  }
+  return pieces;
+}
+
+bool TensorBlock::owns_memory() const noexcept {
+  return std::none_of(storages_.begin(), storages_.end(), [](const StorageEntry& entry) {
+    return entry.nbytes != 0 && entry.storage.data_ptr().get_context() == nullptr;
+  });
+}
+
+bool TensorBlock::is_shared() const noexcept {
+  const std::size_t num_views = num_views_.load(std::memory_order_acquire);
+  for (const StorageEntry& entry : storages_) {
+    // Zero-byte storages hold no memory that could escape.
+    if (entry.nbytes != 0 && entry.storage.use_count() > 1 + entry.num_fields * (1 + num_views)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+FencePtr TensorBlock::watch_escape() const {
+  if (!is_shared()) {
+    return nullptr;
+  }
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+  for (const StorageEntry& entry : storages_) {
+    if (entry.nbytes != 0) {
+      storages.emplace_back(entry.storage.getWeakStorageImpl());
+    }
+  }
+  return std::make_shared<EscapeFence>(std::move(storages));
+}
+
+void TensorBlock::check_intact() const {
+  if (packed_) {
+    return;  // pack storages cannot be resized
+  }
+  for (std::size_t i = 0; i < storages_.size(); ++i) {
+    const StorageEntry& entry = storages_[i];
+    const c10::StorageImpl& storage = *entry.storage.unsafeGetStorageImpl();
+    if (storage.nbytes() == entry.nbytes && (entry.nbytes == 0 || storage.data() == entry.data)) {
+      continue;
+    }
+    for (const FieldLayout& field : layout_->fields()) {
+      if (field.storage == i) {
+        throw MaterializationError(fmt::format(
+            "the storage of field '{}' was resized or given other memory after it was adopted: "
+            "expected {} bytes at {}, found {}; give up aliases of adopted tensors, or clone them "
+            "before adopting",
+            field.name, entry.nbytes, entry.data, storage.nbytes()));
+      }
+    }
+  }
+}
+
+std::vector<std::uint64_t> TensorBlock::stamps() const {
+  std::vector<std::uint64_t> stamps;
+  stamps.reserve(storages_.size());
+  for (const StorageEntry& entry : storages_) {
+    ContentStamp stamp;
+    stamp.add(entry.data, entry.nbytes);
+    stamps.push_back(stamp.value());
+  }
+  return stamps;
+}
+
+void TensorBlock::accept_contents(bool checksum) {
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    known_versions_[i] = version_of(tensors_[i]);
+  }
+  known_stamps_.clear();
+  if (checksum) {
+    known_stamps_ = stamps();
+  }
+}
+
+void TensorBlock::begin_access(bool checksum) {
+  if (checksum && known_stamps_.empty()) {
+    known_stamps_ = stamps();
+  }
+}
+
+std::optional<std::string> TensorBlock::take_undeclared_write(bool checksum) {
+  std::optional<std::size_t> written;
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    const std::uint32_t version = version_of(tensors_[i]);
+    if (version != known_versions_[i]) {
+      known_versions_[i] = version;
+      written = written.value_or(i);
+    }
+  }
+  if (checksum) {
+    auto found = stamps();
+    for (std::size_t i = 0; !known_stamps_.empty() && !written && i < tensors_.size(); ++i) {
+      const std::uint32_t storage = layout_->fields()[i].storage;
+      if (found[storage] != known_stamps_[storage]) {
+        written = i;
+      }
+    }
+    known_stamps_ = std::move(found);
+  }
+  if (!written.has_value()) {
+    return std::nullopt;
+  }
+  return layout_->fields()[*written].name;
+}
+
+void TensorBlock::count_overwrite() {
+  for (const at::Tensor& tensor : tensors_) {
+    c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+    if (impl->version_counter().enabled()) {
+      impl->bump_version();
+    }
+  }
+  accept_contents(false);
+}
+
+TensorView::TensorView(std::shared_ptr<TensorBlock> block)
+    : block_(std::move(block)), tensors_(block_->layout_, {}, block_->location_) {
+  const BelowPython below;
+  block_->num_views_.fetch_add(1, std::memory_order_acq_rel);
+  try {
+    const auto& layouts = block_->layout_->fields();
+    tensors_.tensors_.reserve(layouts.size());
+    for (std::size_t i = 0; i < layouts.size(); ++i) {
+      tensors_.tensors_.push_back(shallow_copy(block_->tensors_[i], layouts[i].requires_grad));
+    }
+  } catch (...) {
+    block_->num_views_.fetch_sub(1, std::memory_order_acq_rel);
+    throw;
+  }
+}
+
+TensorView::~TensorView() {
+  tensors_.tensors_.clear();
+  block_->num_views_.fetch_sub(1, std::memory_order_acq_rel);
+}
+
+}  // namespace residency

@@ -1,0 +1,452 @@
+#include "residency/aten/torch_backend.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <stdexcept>
+#include <string_view>
+#include <typeinfo>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "csrc/aten/disk_worker.h"
+#include "csrc/aten/file_tier.h"
+#include "residency/aten/tensor_block.h"
+#include "residency/core/errors.h"
+#include "residency/core/options.h"
+
+namespace residency {
+namespace {
+
+// dynamic_cast would be a third of the cost of a lease.
+template <class Derived>
+Derived* as(Block* block) noexcept {
+  return block != nullptr && typeid(*block) == typeid(Derived) ? static_cast<Derived*>(block)
+                                                               : nullptr;
+}
+template <class Derived>
+const Derived* as(const Block* block) noexcept {
+  return as<Derived>(const_cast<Block*>(block));
+}
+template <class Derived>
+std::shared_ptr<Derived> as(const BlockPtr& block) noexcept {
+  return std::shared_ptr<Derived>(block, as<Derived>(block.get()));
+}
+
+[[noreturn]] void throw_foreign_block() {
+  throw MaterializationError(
+      "the block was not made by the torch backend: expected a TensorBlock or a value on disk");
+}
+
+TensorBlock& accessible(Block& block) {
+  if (auto* tensors = as<TensorBlock>(&block); tensors != nullptr) {
+    return *tensors;
+  }
+  if (const auto* file = as<FileBlock>(&block); file != nullptr) {
+    throw UnavailableError(fmt::format(
+        "a value at {} lies in a file and cannot be accessed there; bring it to memory first",
+        to_string(file->location())));
+  }
+  throw_foreign_block();
+}
+
+const TensorLayout* layout_of(const ValueSpec& spec) noexcept {
+  const Layout* layout = spec.layout.get();
+  return layout != nullptr && typeid(*layout) == typeid(TensorLayout)
+             ? static_cast<const TensorLayout*>(layout)
+             : nullptr;
+}
+
+// Waits on the disk thread; whatever the transfer depends on was asked for earlier.
+void wait_for(const FencePtr& fence) {
+  if (fence == nullptr) {
+    return;
+  }
+  fence->wait();
+  if (fence->poll() == FenceStatus::kFailed) {
+    if (const auto error = fence->error(); error != nullptr) {
+      std::rethrow_exception(error);
+    }
+    throw MaterializationError("the transfer that this one reads from has failed");
+  }
+}
+
+bool is_pending(const FencePtr& fence) {
+  return fence != nullptr && fence->poll() == FenceStatus::kPending;
+}
+
+bool engine_is_blocking(FileEngine engine) {
+  const char* chosen = std::getenv("RESIDENCY_FILE_ENGINE");
+  return engine == FileEngine::kBlocking ||
+         (chosen != nullptr && std::string_view(chosen) == "blocking");
+}
+
+}  // namespace
+
+struct TorchBackend::State {
+  TorchBackendOptions options;
+  bool opened = false;
+  bool closed = false;
+  // Fixed between open and close.
+  std::vector<std::shared_ptr<FileTier>> disks;
+  std::shared_ptr<TransferGroup> transfers = std::make_shared<TransferGroup>();
+
+  struct Retiring {
+    BlockPtr block;
+    std::vector<FencePtr> after;
+  };
+  // Shared with the disk thread, which looks for what has completed after each transfer.
+  struct Retirement {
+    std::mutex mutex;
+    std::vector<Retiring> blocks;
+    // Lets the many calls with nothing retiring pass without the mutex, which a forked child may
+    // find locked for ever.
+    std::atomic<bool> any{false};
+
+    void add(Retiring entry) {
+      const std::lock_guard lock(mutex);
+      blocks.push_back(std::move(entry));
+      any.store(true, std::memory_order_release);
+    }
+    // Blocks die outside the mutex.
+    void free_completed() {
+      if (!any.load(std::memory_order_acquire)) {
+        return;
+      }
+      std::vector<Retiring> dead;
+      const std::lock_guard lock(mutex);
+      const auto first_dead =
+          std::partition(blocks.begin(), blocks.end(), [](const Retiring& entry) {
+            return std::any_of(entry.after.begin(), entry.after.end(), is_pending);
+          });
+      dead.assign(std::make_move_iterator(first_dead), std::make_move_iterator(blocks.end()));
+      blocks.erase(first_dead, blocks.end());
+      any.store(!blocks.empty(), std::memory_order_release);
+    }
+    std::vector<Retiring> take_all() {
+      const std::lock_guard lock(mutex);
+      return std::exchange(blocks, {});
+    }
+  };
+  std::shared_ptr<Retirement> retirement = std::make_shared<Retirement>();
+
+  std::mutex worker_mutex;
+  std::shared_ptr<DiskWorker> worker;
+
+  [[nodiscard]] FileTier* find_disk(Location location) const noexcept {
+    for (const auto& disk : disks) {
+      if (disk->location() == location) {
+        return disk.get();
+      }
+    }
+    return nullptr;
+  }
+
+  FencePtr start(std::function<void(FileIo&, const std::atomic<bool>&)> transfer);
+};
+
+FencePtr TorchBackend::State::start(
+    std::function<void(FileIo&, const std::atomic<bool>&)> transfer) {
+  const auto fence = std::make_shared<DiskFence>();
+  const std::lock_guard lock(worker_mutex);
+  if (worker == nullptr) {
+    worker = DiskWorker::shared();
+  }
+  transfers->begin();
+  try {
+    worker->submit([transfer = std::move(transfer), fence, transfers = transfers,
+                    retirement = retirement](FileIo& io) mutable {
+      const auto begin = std::chrono::steady_clock::now();
+      std::exception_ptr error;
+      try {
+        transfer(io, transfers->abandoned());
+      } catch (...) {
+        error = std::current_exception();
+      }
+      // The blocks that the transfer used are let go before anybody is told that it has ended.
+      transfer = nullptr;
+      if (error != nullptr) {
+        fence->fail(error);
+      } else {
+        // Whoever sees the fence done also finds that the source's bytes have gone.
+        fence->take_retained().reset();
+        fence->complete(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                            std::chrono::steady_clock::now() - begin)
+                            .count());
+      }
+      retirement->free_completed();
+      transfers->end();
+    });
+  } catch (...) {
+    transfers->end();
+    throw;
+  }
+  return fence;
+}
+
+TorchBackend::TorchBackend(TorchBackendOptions options) : state_(std::make_unique<State>()) {
+  state_->options = std::move(options);
+  if (state_->options.system_calls == nullptr) {
+    state_->options.system_calls = std::make_shared<SystemCalls>();
+  }
+}
+
+TorchBackend::~TorchBackend() {
+  close(/*wait=*/false);
+}
+
+void TorchBackend::open(ManagerId manager, const ManagerOptions& options) {
+  if (state_->opened) {
+    throw std::logic_error("TorchBackend: it already serves a manager; make one backend for each");
+  }
+  std::vector<std::shared_ptr<FileTier>> disks;
+  for (const DiskTier& disk : options.disks) {
+    disks.push_back(std::make_shared<FileTier>(state_->options.system_calls, disk, manager,
+                                               !engine_is_blocking(state_->options.file_engine)));
+  }
+  state_->disks = std::move(disks);
+  state_->opened = true;
+}
+
+void TorchBackend::close(bool wait) noexcept {
+  if (std::exchange(state_->closed, true)) {
+    return;
+  }
+  const bool in_child = std::any_of(state_->disks.begin(), state_->disks.end(),
+                                    [](const auto& disk) { return !disk->is_ours(); });
+  if (!in_child) {
+    if (wait) {
+      state_->transfers->wait_until_idle();
+      for (const auto& retiring : state_->retirement->take_all()) {
+        for (const FencePtr& fence : retiring.after) {
+          fence->wait();
+        }
+      }
+    } else {
+      state_->transfers->abandon();
+    }
+  }
+  std::shared_ptr<DiskWorker> worker = std::move(state_->worker);
+  if (wait) {
+    for (const auto& disk : state_->disks) {
+      disk->remove();
+    }
+    DiskWorker::release_and_join(std::move(worker));
+  }
+  // Without waiting, what is still in flight removes its directory when it ends.
+  state_->disks.clear();
+}
+
+std::string TorchBackend::why_unavailable(Location location) const {
+  switch (location.kind()) {
+    case LocationKind::kPageableHost: return {};
+    case LocationKind::kPinnedHost:
+      return "page-locked host memory needs the CUDA layer, which this backend does not have";
+    case LocationKind::kCuda:
+      return "device memory needs the CUDA layer, which this backend does not have";
+    case LocationKind::kDisk:
+      return state_->find_disk(location) != nullptr
+                 ? std::string()
+                 : "no disk of this name is declared in the manager's options";
+  }
+  return "the location is of an unknown kind";
+}
+
+Bytes TorchBackend::occupied_bytes(const ValueSpec& spec, Location location) const {
+  const TensorLayout* layout = layout_of(spec);
+  if (const FileTier* disk = location.is_disk() ? state_->find_disk(location) : nullptr;
+      disk != nullptr && layout != nullptr) {
+    return disk->occupied_bytes(*layout);
+  }
+  return layout != nullptr ? layout->packed_bytes()
+                           : spec.storage_bytes.rounded_up(TensorLayout::kPackAlignment);
+}
+
+TransferPath TorchBackend::path(Location from, Location to) const {
+  return from.is_disk() || to.is_disk() ? TransferPath::kFile : TransferPath::kDirect;
+}
+
+bool TorchBackend::reuses_in_device_order(Location) const {
+  return false;
+}
+
+bool TorchBackend::is_shared(const Block& block) const {
+  const auto* tensors = as<TensorBlock>(&block);
+  return tensors != nullptr && tensors->is_shared();
+}
+
+CopyResult TorchBackend::copy(const CopyRequest& request) {
+  state_->retirement->free_completed();
+  if (const std::string why = why_unavailable(request.to); !why.empty()) {
+    throw UnavailableError(fmt::format("{}: {}", to_string(request.to), why));
+  }
+  const auto from_memory = as<TensorBlock>(request.source);
+  const auto from_file = as<FileBlock>(request.source);
+  if (from_memory == nullptr && from_file == nullptr) {
+    throw_foreign_block();
+  }
+  if (from_memory != nullptr) {
+    from_memory->check_intact();
+  }
+  CopyResult result;
+  result.path = path(request.from, request.to);
+
+  FileTier* to_disk = request.to.is_disk() ? state_->find_disk(request.to) : nullptr;
+  if (to_disk == nullptr && from_file == nullptr) {
+    throw std::logic_error(fmt::format("TorchBackend: a copy from {} to {} cannot be asked for",
+                                       to_string(request.from), to_string(request.to)));
+  }
+  for (FileTier* disk : {to_disk, from_file != nullptr ? from_file->tier().get() : nullptr}) {
+    if (disk != nullptr) {
+      disk->refuse_in_forked_child();
+    }
+  }
+  // What can be seen to be wrong now is better said now than by the fence.
+  if (from_file != nullptr && !is_pending(request.source_ready)) {
+    wait_for(request.source_ready);
+    from_file->tier()->check(*from_file);
+  }
+  std::vector<FencePtr> after = request.overwrite_after;
+  after.push_back(request.source_ready);
+  const auto wait_first = [after = std::move(after)] {
+    for (const FencePtr& fence : after) {
+      wait_for(fence);
+    }
+  };
+
+  if (to_disk != nullptr) {
+    const auto& layout =
+        from_memory != nullptr ? from_memory->tensor_layout() : from_file->tensor_layout();
+    const auto file = request.overwrite != nullptr ? as<FileBlock>(request.overwrite)
+                                                   : to_disk->make_file(layout);
+    if (file == nullptr || *file->tensor_layout() != *layout) {
+      throw_foreign_block();
+    }
+    file->tier()->make_file_again(*file);
+    if (from_memory != nullptr) {
+      result.ready = state_->start(
+          [from_memory, file, wait_first](FileIo& io, const std::atomic<bool>& abandon) {
+            wait_first();
+            file->tier()->write(*file, from_memory->storages(), abandon, io);
+          });
+    } else {
+      result.ready = state_->start(
+          [from_file, file, wait_first](FileIo& io, const std::atomic<bool>& abandon) {
+            wait_first();
+            file->tier()->copy(*from_file, *file, abandon, io);
+          });
+    }
+    result.block = file;
+    return result;
+  }
+
+  std::shared_ptr<TensorBlock> memory;
+  if (request.overwrite != nullptr) {
+    memory = as<TensorBlock>(request.overwrite);
+    if (memory == nullptr || *memory->tensor_layout() != *from_file->tensor_layout()) {
+      throw_foreign_block();
+    }
+    memory->check_intact();
+  } else {
+    memory = TensorBlock::allocate(from_file->tensor_layout());
+  }
+  result.ready =
+      state_->start([from_file, memory, wait_first](FileIo& io, const std::atomic<bool>& abandon) {
+        wait_first();
+        from_file->tier()->read(*from_file, memory->storages(), abandon, io);
+      });
+  if (request.overwrite != nullptr) {
+    // Autograd must not take the new bytes for those that it saved.
+    memory->count_overwrite();
+  }
+  result.block = memory;
+  return result;
+}
+
+BlockPtr TorchBackend::reconstruct(Source& source, const ValueSpec& spec, Location at) {
+  if (const std::string why = why_unavailable(at); !why.empty()) {
+    throw UnavailableError(fmt::format("{}: {}", to_string(at), why));
+  }
+  const BlockPtr loaded = source.load();
+  auto block = as<TensorBlock>(loaded);
+  if (block == nullptr) {
+    throw MaterializationError(
+        fmt::format("{} gave {}: expected tensors at {}", source.describe(),
+                    loaded == nullptr ? "nothing" : "a block that the torch backend cannot keep",
+                    to_string(at)));
+  }
+  if (block->location() != at) {
+    throw MaterializationError(fmt::format("{} gave a value at {}: it was registered at {}",
+                                           source.describe(), to_string(block->location()),
+                                           to_string(at)));
+  }
+  if (layout_of(spec) == nullptr) {
+    throw MaterializationError(fmt::format(
+        "{}: the value was registered without a layout of tensors, so nothing says what it must be",
+        source.describe()));
+  }
+  // Memory that the source keeps a reference on would change under the manager's hands.
+  return block->is_shared() || !block->owns_memory() ? block->clone() : block;
+}
+
+void TorchBackend::release(BlockPtr block, std::vector<FencePtr> after) noexcept {
+  try {
+    state_->retirement->free_completed();
+    if (std::any_of(after.begin(), after.end(), is_pending)) {
+      state_->retirement->add({std::move(block), std::move(after)});
+      // The last fence may have completed between the two, with nobody left to look.
+      state_->retirement->free_completed();
+    }
+  } catch (...) {
+    // No memory to remember it with: wait instead.
+    for (const FencePtr& fence : after) {
+      if (fence != nullptr) {
+        fence->wait();
+      }
+    }
+  }
+}
+
+FencePtr TorchBackend::watch_escape(const Block& block) {
+  const auto* tensors = as<TensorBlock>(&block);
+  return tensors != nullptr ? tensors->watch_escape() : nullptr;
+}
+
+void TorchBackend::begin_access(Block& block, Access access, const std::optional<Stream>& stream,
+                                const FencePtr& ready, bool checksum) {
+  TensorBlock& tensors = accessible(block);
+  if (stream.has_value()) {
+    throw std::invalid_argument("host memory is not accessed on a stream");
+  }
+  wait_for(ready);
+  tensors.check_intact();
+  if (access == Access::kWrite && !tensors.tensor_layout()->detects_writes()) {
+    throw MaterializationError(
+        "the value has inference tensors, whose writes nobody could see; it cannot be written");
+  }
+  tensors.begin_access(checksum);
+}
+
+std::optional<std::string> TorchBackend::end_access(Block& block, Access access, bool checksum) {
+  TensorBlock& tensors = accessible(block);
+  if (access == Access::kWrite) {
+    tensors.accept_contents(checksum);
+    return std::nullopt;
+  }
+  return tensors.take_undeclared_write(checksum);
+}
+
+std::unique_ptr<View> TorchBackend::open_view(Block& block) {
+  return std::make_unique<TensorView>(accessible(block).shared_from_this());
+}
+
+bool io_uring_is_usable() noexcept {
+  return ring_is_usable();
+}
+
+}  // namespace residency

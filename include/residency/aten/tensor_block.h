@@ -1,0 +1,128 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
+#include <sys/uio.h>
+
+#include "residency/aten/tensor_layout.h"
+#include "residency/aten/tensor_resident.h"
+#include "residency/core/backend.h"
+#include "residency/core/export.h"
+
+namespace residency {
+
+class TensorView;
+
+/// A materialization in memory: the storages of a value and its tensors over them.
+///
+/// Either *packed* (all storages in one allocation, see Note [Packs]) or *adopted* (the storages
+/// that the caller made). Its tensors are shallow copies that share the version counters of the
+/// storages, so that later changes to the metadata of somebody else's tensor do not reach them.
+/// For one block from one thread at a time, except `is_shared`, which any thread may call.
+class RESIDENCY_API TensorBlock final : public Block,
+                                        public std::enable_shared_from_this<TensorBlock> {
+ public:
+  /// Takes references on the storages of the tensors. Throws `MaterializationError` for what
+  /// TensorResident refuses, as the tensors are now.
+  [[nodiscard]] static std::shared_ptr<TensorBlock> adopt(const TensorResident& value);
+  /// A new pack in pageable host memory, not initialized. Throws what the CPU allocator throws.
+  [[nodiscard]] static std::shared_ptr<TensorBlock> allocate(
+      std::shared_ptr<const TensorLayout> layout);
+  /// A new pack over `memory`, which has at least `layout->packed_bytes()` bytes at an address that
+  /// is a multiple of `TensorLayout::kPackAlignment`.
+  [[nodiscard]] static std::shared_ptr<TensorBlock> pack(std::shared_ptr<const TensorLayout> layout,
+                                                         Location location, at::DataPtr memory);
+  /// A new pack in pageable host memory with the bytes of this block.
+  [[nodiscard]] std::shared_ptr<TensorBlock> clone() const;
+
+  ~TensorBlock() override;
+  [[nodiscard]] Location location() const override { return location_; }
+  [[nodiscard]] Bytes logical_bytes() const override { return layout_->logical_bytes(); }
+  [[nodiscard]] const Layout* layout() const override { return layout_.get(); }
+  [[nodiscard]] std::vector<AddressRange> address_ranges() const override;
+
+  [[nodiscard]] const std::shared_ptr<const TensorLayout>& tensor_layout() const noexcept {
+    return layout_;
+  }
+  [[nodiscard]] bool is_packed() const noexcept { return packed_; }
+  /// The block's own tensors, to be given away when management ends.
+  [[nodiscard]] TensorResident tensors() const;
+  /// The memory of the storages in the layout's order, neighbours merged.
+  [[nodiscard]] std::vector<iovec> storages() const;
+
+  /// The memory of one storage; null when it has no bytes.
+  [[nodiscard]] void* storage_data(std::uint32_t storage) const {
+    return storages_.at(storage).data;
+  }
+  /// Whether the storages free their memory when they die. Tensors over memory of somebody else
+  /// (`from_blob` without a deleter) do not.
+  [[nodiscard]] bool owns_memory() const noexcept;
+
+  /// Whether a storage has references besides those of this block and of its open views. Weak
+  /// references do not count. O(storages).
+  [[nodiscard]] bool is_shared() const noexcept;
+  /// Done when the memory of every storage has gone; null when the block is not shared.
+  [[nodiscard]] FencePtr watch_escape() const;
+
+  /// Throws `MaterializationError` when somebody resized a storage or exchanged its memory.
+  void check_intact() const;
+  /// With `checksum` remembers the bytes, unless they are known already.
+  void begin_access(bool checksum);
+  /// The name of the first field whose bytes changed since they were last known. Its present
+  /// contents become the known ones.
+  [[nodiscard]] std::optional<std::string> take_undeclared_write(bool checksum);
+  /// Makes the present contents the known ones.
+  void accept_contents(bool checksum);
+  /// Counts a write to every storage, for autograd and for `take_undeclared_write` elsewhere, and
+  /// makes the present contents the known ones.
+  void count_overwrite();
+
+ private:
+  friend class TensorView;
+  struct StorageEntry {
+    c10::Storage storage;
+    void* data = nullptr;
+    std::size_t nbytes = 0;
+    std::uint32_t num_fields = 0;
+  };
+
+  struct Key {};  // make_shared needs a public constructor
+
+ public:
+  TensorBlock(Key, std::shared_ptr<const TensorLayout> layout, Location location, bool packed);
+
+ private:
+  void enter_storages();
+  [[nodiscard]] std::vector<std::uint64_t> stamps() const;
+
+  std::shared_ptr<const TensorLayout> layout_;
+  Location location_;
+  bool packed_;
+  std::vector<at::Tensor> tensors_;
+  std::vector<StorageEntry> storages_;
+  std::vector<std::uint32_t> known_versions_;  // by field
+  std::vector<std::uint64_t> known_stamps_;    // by storage; empty when not known
+  std::atomic<std::uint32_t> num_views_{0};
+};
+
+/// What a lease shows: shallow copies of a block's tensors, sharing their version counters.
+class RESIDENCY_API TensorView final : public View {
+ public:
+  explicit TensorView(std::shared_ptr<TensorBlock> block);
+  ~TensorView() override;
+  [[nodiscard]] const TensorResident& tensors() const noexcept { return tensors_; }
+
+ private:
+  std::shared_ptr<TensorBlock> block_;
+  TensorResident tensors_;
+};
+
+}  // namespace residency

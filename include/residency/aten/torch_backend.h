@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "residency/aten/system_calls.h"
+#include "residency/core/backend.h"
+#include "residency/core/export.h"
+
+namespace residency {
+
+/// How files are read and written.
+enum class FileEngine : std::uint8_t {
+  kAutomatic,  ///< io_uring where the kernel allows it
+  kBlocking,   ///< preadv and pwritev
+};
+
+struct TorchBackendOptions {
+  /// The environment variable `RESIDENCY_FILE_ENGINE=blocking` overrules `kAutomatic`.
+  FileEngine file_engine = FileEngine::kAutomatic;
+  /// Null: the operating system's.
+  std::shared_ptr<SystemCalls> system_calls = nullptr;
+};
+
+/// Tensors in pageable host memory and in files.
+///
+/// Thread-safe as `Backend` asks. Copies to and from files are carried out by one disk thread per
+/// process in the order of the calls; everything that can be known to fail beforehand (no space, no
+/// such file, a file that is truncated or foreign) fails in `copy`, the rest through the fence. A
+/// value on disk cannot be leased: `begin_access` is an `UnavailableError`. In a forked child files
+/// are a `ForkError` and host memory works as before.
+///
+/// One backend serves one manager.
+class RESIDENCY_API TorchBackend final : public Backend {
+ public:
+  explicit TorchBackend(TorchBackendOptions options = {});
+  ~TorchBackend() override;
+
+  void open(ManagerId manager, const ManagerOptions& options) override;
+  void close(bool wait) noexcept override;
+
+  [[nodiscard]] std::string why_unavailable(Location location) const override;
+  [[nodiscard]] Bytes occupied_bytes(const ValueSpec& spec, Location location) const override;
+  [[nodiscard]] TransferPath path(Location from, Location to) const override;
+  [[nodiscard]] bool reuses_in_device_order(Location location) const override;
+  [[nodiscard]] bool is_shared(const Block& block) const override;
+
+  [[nodiscard]] CopyResult copy(const CopyRequest& request) override;
+  [[nodiscard]] BlockPtr reconstruct(Source& source, const ValueSpec& spec, Location at) override;
+  void release(BlockPtr block, std::vector<FencePtr> after) noexcept override;
+  [[nodiscard]] FencePtr watch_escape(const Block& block) override;
+
+  void begin_access(Block& block, Access access, const std::optional<Stream>& stream,
+                    const FencePtr& ready, bool checksum) override;
+  [[nodiscard]] std::optional<std::string> end_access(Block& block, Access access,
+                                                      bool checksum) override;
+  [[nodiscard]] std::unique_ptr<View> open_view(Block& block) override;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+/// Whether files are read and written through io_uring here, unless told otherwise.
+[[nodiscard]] RESIDENCY_API bool io_uring_is_usable() noexcept;
+
+}  // namespace residency
