@@ -79,5 +79,5 @@ function(residency_gtest target label)
   residency_own_target(${target})
   target_link_libraries(${target} PRIVATE ${arg_LIBRARIES} GTest::gmock GTest::gtest_main)
   gtest_discover_tests(${target} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
-    PROPERTIES LABELS ${label} TIMEOUT ${arg_TIMEOUT})
+    PROPERTIES LABELS ${label} TIMEOUT ${arg_TIMEOUT} ENVIRONMENT RESIDENCY_PYTHON=${RESIDENCY_PYTHON})
 endfunction()

@@ -82,8 +82,8 @@ ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOp
       settle(trash, record);
     }
     Verdict verdict = plan_action(present_, action);
-    if (verdict.reason == Reason::kOverBudget) {  // perhaps no longer, once all is counted
-      settle(trash, record);
+    if (verdict.reason == Reason::kOverBudget || verdict.waits) {
+      settle(trash, record);  // perhaps no longer, once all is counted
       verdict = plan_action(present_, action);
     }
     if (!verdict.feasible()) {
@@ -260,6 +260,7 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
   std::vector<Release> releases;
   Materialization* target = nullptr;
   bool gave_up_stale = false;
+  const bool gave_up_shared = made.escape_watch != nullptr;
   for (const Transition& each : transitions) {
     switch (each.kind) {
       case TransitionKind::kReconstruct:
@@ -313,9 +314,15 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
           give_up(handle, std::move(given_up), std::move(made.escape_watch), releases);
           break;
         }
-        // The fence keeps the block until the transfer has succeeded, the arrival the rest.
-        trash.objects.push_back(std::move(given_up->block));
-        given_up->block = nullptr;
+        // The fence keeps the block until the transfer has succeeded, the arrival the rest; and
+        // the block too where others use it, who may need it for longer.
+        bool used_by_others = false;
+        given_up->for_each_pending(
+            [&](const FencePtr& fence) { used_by_others |= fence != made.fence; });
+        if (!used_by_others) {
+          trash.objects.push_back(std::move(given_up->block));
+          given_up->block = nullptr;
+        }
         Account& account = ledger_.account(each.from);
         if (made.escape_watch) {
           account.escaped += given_up->charge;
@@ -347,6 +354,7 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
   report.record_ = std::move(entry);
   report.fence_ = made.fence;
   report.gave_up_stale_ = gave_up_stale;
+  report.gave_up_shared_ = gave_up_shared;
   if (fails_later) {
     report.state_ = shared_from_this();
   }

@@ -23,14 +23,14 @@ std::exception_ptr Fence::error() const {
 }
 
 void Fence::complete(std::int64_t elapsed_ns) {
-  std::shared_ptr<Block> replaced;  // destroyed without the lock: a tensor may take the GIL
-  {
-    const std::lock_guard lock(mutex_);
-    elapsed_ns_ = elapsed_ns;
-    replaced = std::move(retained_);
-    status_.store(FenceStatus::kDone, std::memory_order_release);
-    changed_.notify_all();
-  }
+  // What was replaced goes before anybody is told, and without the lock: a tensor may take the GIL.
+  (void)take_retained();
+  std::shared_ptr<Block> replaced_late;
+  const std::lock_guard lock(mutex_);
+  replaced_late = std::move(retained_);
+  elapsed_ns_ = elapsed_ns;
+  status_.store(FenceStatus::kDone, std::memory_order_release);
+  changed_.notify_all();
 }
 
 void Fence::fail(std::exception_ptr error) {

@@ -35,6 +35,26 @@ void check_lease_arguments(std::span<const Handle> handles, Location at,
 
 }  // namespace
 
+namespace {
+
+/// Throws when the value cannot be leased like this, wherever it is.
+void check_access(const ValueRecord& record, const Handle& handle, Access access) {
+  const bool excluded = access == Access::kWrite ? record.num_leases != 0 : record.write_leased;
+  if (excluded) {
+    throw InUseError({.num_leases = record.num_leases},
+                     fmt::format("acquire: {} has {} lease(s) and a write lease excludes every "
+                                 "other one; release first",
+                                 to_string(handle), record.num_leases));
+  }
+  if (access == Access::kWrite && record.spec.mutability != Mutability::kMutable) {
+    throw std::invalid_argument(fmt::format(
+        "acquire: {} is immutable and cannot be leased for writing; register it as mutable",
+        to_string(handle)));
+  }
+}
+
+}  // namespace
+
 /// The records of `handles`, duplicates collapsed, none of them busy. Throws for a handle that is
 /// not good and for a failure that nobody was told yet.
 std::vector<ValueRecord*> ManagerState::resolve_all(Lock& lock, std::span<const Handle> handles,
@@ -87,18 +107,7 @@ std::unique_ptr<LeaseState> ManagerState::protect_for_lease(Lock& lock, Trash& t
           "acquire: {} has no {}materialization at {}; ensure it there first, or borrow it",
           to_string(lease->handles[i]), materialization != nullptr ? "good " : "", to_string(at)));
     }
-    const bool excluded = access == Access::kWrite ? record.num_leases != 0 : record.write_leased;
-    if (excluded) {
-      throw InUseError({.num_leases = record.num_leases},
-                       fmt::format("acquire: {} has {} lease(s) and a write lease excludes every "
-                                   "other one; release first",
-                                   to_string(lease->handles[i]), record.num_leases));
-    }
-    if (access == Access::kWrite && record.spec.mutability != Mutability::kMutable) {
-      throw std::invalid_argument(fmt::format(
-          "acquire: {} is immutable and cannot be leased for writing; register it as mutable",
-          to_string(lease->handles[i])));
-    }
+    check_access(record, lease->handles[i], access);
     lease->values[i].record = &record;
     lease->values[i].materialization = materialization;
     lease->values[i].block = materialization->block;
@@ -108,6 +117,7 @@ std::unique_ptr<LeaseState> ManagerState::protect_for_lease(Lock& lock, Trash& t
     ++each.record->num_leases;
     each.record->write_leased = access == Access::kWrite;
   }
+  leases_.insert(lease.get());
   ++num_leases_;
   ++version_;
   return lease;
@@ -122,6 +132,7 @@ void ManagerState::end_protection(LeaseState& lease) {
     --each.record->num_leases;
     each.record->write_leased = false;
   }
+  leases_.erase(&lease);
   --num_leases_;
   ++version_;
 }
@@ -239,6 +250,9 @@ Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
       throw_refusal(simulated.verdict, handle_of(ensures[simulated.index]),
                     to_string(ensures[simulated.index]));
     }
+    for (const Handle& handle : seen) {  // before anything is brought here for nothing
+      check_access(*values_.find(handle).record, handle, options.access);
+    }
   }
   try {
     for (const ResidencyAction& ensure : ensures) {
@@ -320,43 +334,60 @@ void ManagerState::release(LeaseState& lease, bool wait) {
   if (lease.ended.exchange(true, std::memory_order_acq_rel)) {
     return;
   }
-  std::vector<std::optional<std::string>> written(lease.values.size());
+  std::vector<std::pair<std::size_t, std::string>> written;  // positions, and fields of theirs
   std::vector<FencePtr> last_uses;
   std::exception_ptr failure;
-  std::optional<std::size_t> first_written;
   {
     Lock lock(mutex_);
     if (!closed()) {
       const Unlocked unlocked(*this, lock);
       const std::lock_guard guard(lease.mutex);
-      for (const Stream& stream : lease.streams) {
+      // The first stream comes last: for a writer it has waited for the others by then, so that
+      // one fence says when the bytes are there.
+      for (std::size_t i = lease.streams.size(); i-- > 0;) {
         try {
-          last_uses.push_back(backend_->record_use(stream));
+          if (i == 0 && lease.access == Access::kWrite) {
+            for (const FencePtr& fence : last_uses) {
+              for (const LeasedValue& each : lease.values) {
+                backend_->begin_access(*each.block, lease.access, lease.streams[0], fence, false);
+              }
+            }
+          }
+          last_uses.push_back(backend_->record_use(lease.streams[i]));
         } catch (...) {
           failure = std::current_exception();
         }
       }
       for (std::size_t i = 0; i < lease.values.size(); ++i) {
         try {
-          written[i] =
-              backend_->end_access(*lease.values[i].block, lease.access, options_.checksum_leases);
+          if (auto field = backend_->end_access(*lease.values[i].block, lease.access,
+                                                options_.checksum_leases)) {
+            written.emplace_back(i, std::move(*field));
+          }
         } catch (...) {
           failure = std::current_exception();
         }
-        if (written[i] && !first_written) {
-          first_written = i;
-        }
+      }
+      if (!written.empty() && lease.access == Access::kRead) {
+        // Which of the streams wrote is not known.
+        std::ranges::for_each(last_uses, [](const FencePtr& fence) { fence->wait(); });
       }
     }
     if (!closed()) {
-      for (std::size_t i = 0; i < lease.values.size(); ++i) {
-        LeasedValue& each = lease.values[i];
+      for (const LeasedValue& each : lease.values) {
         for (const FencePtr& fence : last_uses) {
           each.materialization->add_last_use(fence);
         }
-        if (written[i] || lease.access == Access::kWrite) {
+        if (lease.access == Access::kWrite) {
           mark_others_stale(*each.record, each.materialization);
+          if (!last_uses.empty()) {
+            each.materialization->set_ready(last_uses.back());  // whoever reads next waits for it
+          }
         }
+      }
+      for (const auto& [position, field] : written) {
+        const LeasedValue& each = lease.values[position];
+        mark_others_stale(*each.record, each.materialization);
       }
       end_protection(lease);
     }
@@ -373,13 +404,14 @@ void ManagerState::release(LeaseState& lease, bool wait) {
       fence->wait();
     }
   }
-  if (first_written) {
-    const Handle& handle = lease.handles[*first_written];
+  if (!written.empty()) {
+    const auto& [position, field] = written.front();
+    const Handle& handle = lease.handles[position];
     throw UndeclaredWriteError(
-        handle, *written[*first_written],
+        handle, field,
         fmt::format("field '{}' of {} was written during a read lease; its other materializations "
                     "are stale now. Acquire a write lease on a mutable value to write",
-                    *written[*first_written], to_string(handle)));
+                    field, to_string(handle)));
   }
   if (failure) {
     std::rethrow_exception(failure);

@@ -7,6 +7,7 @@
 
 #include "planner.h"
 #include "registry.h"
+#include "warning.h"
 
 namespace residency {
 
@@ -351,6 +352,7 @@ bool ManagerState::settle_retiring(Retiring& retiring, Trash& trash) {
   for (FencePtr& fence : retiring.until) {
     trash.objects.push_back(std::move(fence));
   }
+  trash.objects.push_back(std::move(retiring.block));
   return true;
 }
 
@@ -363,6 +365,15 @@ void ManagerState::account_for_end(Arrival& arrival, Trash& trash) {
   }
   if (!failed) {
     if (arrival.departing) {
+      std::vector<FencePtr> others;
+      arrival.departing->for_each_pending(
+          [&](const FencePtr& fence) { others.push_back(fence); });
+      if (arrival.departing->block && !others.empty()) {
+        const Bytes bytes = arrival.escape_watch ? Bytes() : arrival.departing->charge;
+        ledger_.account(arrival.from).retiring += bytes;
+        retiring_.push_back(
+            {arrival.from, bytes, std::move(others), std::move(arrival.departing->block)});
+      }
       trash.materializations.push_back(std::move(arrival.departing));
     }
     return;
@@ -384,7 +395,7 @@ void ManagerState::account_for_end(Arrival& arrival, Trash& trash) {
       account.escaped -= each.bytes;
       return true;
     });
-    account.used += arrival.departing->charge;  // it was counted all the time: no peak
+    account.charge(arrival.departing->charge);  // retiring until now, which no peak counts
   }
 }
 
@@ -495,9 +506,13 @@ void ManagerState::give_up(const Handle& handle, MaterializationPtr given_up, Fe
     escaped_.push_back({handle, given_up->location, given_up->charge, std::move(escape_watch)});
   } else {
     account.used -= given_up->charge;
-    if (!after.empty() && !backend_->reuses_in_device_order(given_up->location)) {
-      account.retiring += given_up->charge;
-      retiring_.push_back({given_up->location, given_up->charge, after});
+    if (!after.empty()) {
+      // Memory that is reused in device order is free already, but something is still in flight,
+      // which `synchronize` waits for.
+      const bool reused = backend_->reuses_in_device_order(given_up->location);
+      const Bytes bytes = reused ? Bytes() : given_up->charge;
+      account.retiring += bytes;
+      retiring_.push_back({given_up->location, bytes, after});
     }
   }
   releases.push_back({std::move(given_up->block), std::move(after)});
@@ -698,10 +713,12 @@ void ManagerState::close(bool wait, bool force) {
       throw error;
     }
   }
+  const std::vector<CutShort> leases = leases_cut_short();
   closed_.store(true, std::memory_order_release);
   const bool forked = fork_generation_ != residency::fork_generation();
   if (!forked) {
     all_locked_.wait(lock, [&] { return num_unlocked_ == 0; });
+    record_last_uses(lock, leases);
   }
   if (wait && !forked) {
     std::vector<FencePtr> fences;
@@ -734,10 +751,58 @@ void ManagerState::close_without_waiting() noexcept {
   if (closed()) {
     return;
   }
+  const std::vector<CutShort> leases = leases_cut_short();
   closed_.store(true, std::memory_order_release);
+  if (fork_generation_ == residency::fork_generation()) {
+    record_last_uses(lock, leases);
+  }
   tear_down(lock);
   const Unlocked unlocked(*this, lock);
   backend_->close(false);
+}
+
+/// Before the manager counts as closed: from then on a lease may be destroyed at any time.
+std::vector<ManagerState::CutShort> ManagerState::leases_cut_short() const {
+  std::vector<CutShort> found;
+  for (LeaseState* lease : leases_) {
+    const std::lock_guard guard(lease->mutex);
+    CutShort& each = found.emplace_back();
+    each.streams = lease->streams;
+    for (const LeasedValue& value : lease->values) {
+      each.materializations.push_back(value.materialization);
+    }
+  }
+  return found;
+}
+
+void ManagerState::record_last_uses(Lock& lock, const std::vector<CutShort>& leases) noexcept {
+  std::vector<std::pair<Stream, FencePtr>> uses;
+  {
+    const Unlocked unlocked(*this, lock);
+    for (const CutShort& lease : leases) {
+      for (const Stream& stream : lease.streams) {
+        if (std::ranges::find(uses, stream, &std::pair<Stream, FencePtr>::first) != uses.end()) {
+          continue;
+        }
+        try {
+          uses.emplace_back(stream, backend_->record_use(stream));
+        } catch (...) {
+          warn("closing: a last use could not be recorded: " +
+               describe(std::current_exception()));
+        }
+      }
+    }
+  }
+  for (const CutShort& lease : leases) {
+    for (const auto& [stream, fence] : uses) {
+      if (std::ranges::find(lease.streams, stream) != lease.streams.end()) {
+        for (Materialization* each : lease.materializations) {
+          each->add_last_use(fence);
+        }
+      }
+    }
+  }
+  leases_.clear();
 }
 
 void ManagerState::tear_down(Lock& lock) noexcept {
@@ -752,6 +817,18 @@ void ManagerState::tear_down(Lock& lock) noexcept {
       end_value(record, trash);
     }
   });
+  for (Arrival& each : arrivals_) {
+    if (each.departing && each.departing->block) {
+      std::vector<FencePtr> after = {each.fence};
+      each.departing->for_each_pending([&](const FencePtr& fence) { after.push_back(fence); });
+      releases.push_back({std::move(each.departing->block), std::move(after)});
+    }
+  }
+  for (Retiring& each : retiring_) {
+    if (each.block) {
+      releases.push_back({std::move(each.block), std::move(each.until)});
+    }
+  }
   auto arrivals = std::move(arrivals_);
   auto reservations = std::move(reservations_);
   auto retiring = std::move(retiring_);

@@ -12,6 +12,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -179,6 +180,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
     Location location;
     Bytes bytes;
     std::vector<FencePtr> until;
+    BlockPtr block = nullptr;  // null where the backend keeps it
   };
   /// Bytes given up whose memory others keep alive.
   struct Escaped {
@@ -286,6 +288,13 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] std::vector<ValueRecord*> resolve_all(Lock& lock, std::span<const Handle> handles,
                                                       std::vector<Handle>& unique);
 
+  /// What the leases that a close ends still use, with the streams that use it.
+  struct CutShort {
+    std::vector<Stream> streams;
+    std::vector<Materialization*> materializations;
+  };
+  [[nodiscard]] std::vector<CutShort> leases_cut_short() const;
+  void record_last_uses(Lock& lock, const std::vector<CutShort>& leases) noexcept;
   void tear_down(Lock& lock) noexcept;
 
   const ManagerId id_;
@@ -313,6 +322,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   std::uint32_t next_visit_ = 1;
   std::uint32_t num_unlocked_ = 0;
   std::condition_variable all_locked_;
+  std::unordered_set<LeaseState*> leases_;  // active ones
   std::uint32_t num_leases_ = 0;
   std::uint32_t num_holds_ = 0;
   std::uint32_t num_scopes_ = 0;

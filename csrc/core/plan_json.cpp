@@ -52,8 +52,10 @@ class Reader {
   Reader(const Json& json, std::string place) : json_(json), place_(std::move(place)) {}
 
   [[noreturn]] void fail(std::string_view expected) const {
+    // Structured values only by their type: writing a deeply nested one would exhaust the stack.
     throw std::invalid_argument(
-        fmt::format("plan JSON: {}: expected {}, got {}", place_, expected, json_.dump()));
+        fmt::format("plan JSON: {}: expected {}, got {}", place_, expected,
+                    json_.is_structured() ? std::string(json_.type_name()) : json_.dump()));
   }
   void expect_object(std::initializer_list<std::string_view> known) const {
     if (!json_.is_object()) {
@@ -191,9 +193,17 @@ std::string ResidencyPlan::to_json() const {
 }
 
 ResidencyPlan ResidencyPlan::from_json(std::string_view text) {
+  // A plan nests four levels deep. Printing a hostile document would recurse as deep as it does.
+  constexpr int kMaxDepth = 16;
+  const auto limit_depth = [](int depth, Json::parse_event_t, const Json&) {
+    if (depth > kMaxDepth) {
+      throw std::invalid_argument("plan JSON: it is nested deeper than a plan can be");
+    }
+    return true;
+  };
   Json json;
   try {
-    json = Json::parse(text);
+    json = Json::parse(text, limit_depth);
   } catch (const Json::exception& error) {
     throw std::invalid_argument(fmt::format("plan JSON: {}", error.what()));
   }

@@ -319,8 +319,7 @@ const Residence* cheapest_source(const World& world, const ValueView& value,
                                  std::optional<Location> except) {
   const Residence* best = nullptr;
   const auto rank = [&](const Residence& each) {
-    return std::tuple(each.uncertain, link_rank(world.options(), each.location.kind()),
-                      each.location);
+    return std::tuple(link_rank(world.options(), each.location.kind()), each.location);
   };
   for (const Residence& each : value.residences) {
     if (!each.stale && each.location != except && (best == nullptr || rank(each) < rank(*best))) {

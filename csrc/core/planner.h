@@ -18,8 +18,9 @@ namespace residency {
 /// `waits` as above.
 [[nodiscard]] Verdict plan_reservation(World& world, Location location, Bytes nbytes);
 
-/// The good materialization that a reader at `to` takes by the link order: never `except`, and
-/// settled ones before arrivals that can still fail. Null when there is none.
+/// The good materialization that a reader takes by the link order, never `except`; null when there
+/// is none. Whether an arrival has completed plays no part: explain and execute must choose alike
+/// although time passes between them. Whoever reads an arrival that can still fail waits for it.
 [[nodiscard]] const Residence* cheapest_source(const World& world, const ValueView& value,
                                                std::optional<Location> except);
 

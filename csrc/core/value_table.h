@@ -178,6 +178,19 @@ class ValueTable {
     return Handle(static_cast<std::int64_t>(id), record.type);
   }
 
+  /// Asks for the three cache lines of the record ahead of `find`. Inlined by force: GCC 12 takes a
+  /// function that only prefetches for one without effects, and drops the calls.
+  [[gnu::always_inline]] void prefetch(const Handle& handle) const noexcept {
+    const auto slot = static_cast<std::uint32_t>(handle.id()) & ((1U << kSlotBits) - 1);
+    const auto [number, index] = position_of(slot);
+    if (number < chunks_.size() && index < chunks_[number].num_made) {
+      const char* const record = reinterpret_cast<const char*>(&chunks_[number].records[index]);
+      for (std::size_t line = 0; line < sizeof(ValueRecord); line += 64) {
+        __builtin_prefetch(record + line);
+      }
+    }
+  }
+
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
 
   template <class Visit>

@@ -71,6 +71,8 @@ class RESIDENCY_API Handle {
 template <>
 struct std::hash<residency::Handle> {
   std::size_t operator()(const residency::Handle& handle) const noexcept {
-    return std::hash<std::int64_t>{}(handle.id()) ^ handle.type().hash_code();
+    // Spread, because types and ids are both small numbers in a row.
+    return std::hash<std::int64_t>{}(handle.id()) ^
+           (handle.type().hash_code() * std::size_t{0x9e3779b97f4a7c15ULL});
   }
 };

@@ -70,6 +70,7 @@ class RESIDENCY_API ActionReport {
   TransitionRecord record_;
   FencePtr fence_;
   bool gave_up_stale_ = false;           // what it released was stale already: rollback cares
+  bool gave_up_shared_ = false;          // its memory lives on as escaped: no rollback brings it back
   std::shared_ptr<ManagerState> state_;  // only while a fence may still fail
 };
 
