@@ -114,6 +114,13 @@ void assign(Manager& manager, const Handle& handle, const TensorResident& value)
     throw MaterializationError(fmt::format(
         "assign: expected tensors in host memory, they are at {}", to_string(value.location())));
   }
+  // Before the lease, whose end makes every other materialization stale.
+  const auto layout = std::dynamic_pointer_cast<const TensorLayout>(manager.spec(handle).layout);
+  if (layout == nullptr || !holds_same_bytes(*layout, *value.layout())) {
+    throw MaterializationError(fmt::format("assign: expected the layout ({}), got ({})",
+                                           layout != nullptr ? layout->describe() : "none",
+                                           value.layout()->describe()));
+  }
   const Location at = Location::pageable_host();
   const std::vector<Handle> handles = {handle};
   const AcquireOptions write{.access = Access::kWrite};
@@ -130,12 +137,6 @@ void assign(Manager& manager, const Handle& handle, const TensorResident& value)
   };
   Lease lease = lease_there();
   const TensorResident& managed = tensors(lease, handle);
-  if (!holds_same_bytes(*managed.layout(), *value.layout())) {
-    const std::string expected = managed.layout()->describe();
-    lease.release();
-    throw MaterializationError(fmt::format("assign: expected the layout ({}), got ({})", expected,
-                                           value.layout()->describe()));
-  }
   std::vector<bool> done(managed.layout()->storages().size(), false);
   for (std::size_t i = 0; i < managed.size(); ++i) {
     const std::uint32_t storage = managed.layout()->fields()[i].storage;

@@ -165,7 +165,9 @@ std::shared_ptr<const TensorLayout> SafetensorsFile::layout(
     std::int64_t stride = 1;
     for (std::size_t i = entry.sizes.size(); i-- > 0;) {
       layout.strides[i] = stride;
-      stride *= std::max<std::int64_t>(entry.sizes[i], 1);
+      if (__builtin_mul_overflow(stride, std::max<std::int64_t>(entry.sizes[i], 1), &stride)) {
+        throw MaterializationError(fmt::format("{}: the strides of tensor '{}' exceed 2^63-1", path_.string(), field.tensor));
+      }
     }
     layout.storage = static_cast<std::uint32_t>(storages.size());
     storages.emplace_back(static_cast<std::int64_t>(entry.nbytes));

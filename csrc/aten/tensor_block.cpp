@@ -315,7 +315,27 @@ std::vector<std::uint64_t> TensorBlock::stamps() const {
   return stamps;
 }
 
+class TensorBlock::KnownContentsGuard {
+ public:
+  explicit KnownContentsGuard(TensorBlock& block) noexcept : busy_(block.known_contents_busy_) {
+    while (busy_.test_and_set(std::memory_order_acquire)) {
+      std::this_thread::yield();
+    }
+  }
+  KnownContentsGuard(const KnownContentsGuard&) = delete;
+  KnownContentsGuard& operator=(const KnownContentsGuard&) = delete;
+  ~KnownContentsGuard() { busy_.clear(std::memory_order_release); }
+
+ private:
+  std::atomic_flag& busy_;
+};
+
 void TensorBlock::accept_contents(bool checksum) {
+  const KnownContentsGuard guard(*this);
+  note_contents(checksum);
+}
+
+void TensorBlock::note_contents(bool checksum) {
   for (std::size_t i = 0; i < tensors_.size(); ++i) {
     known_versions_[i] = version_of(tensors_[i]);
   }
@@ -326,12 +346,17 @@ void TensorBlock::accept_contents(bool checksum) {
 }
 
 void TensorBlock::begin_access(bool checksum) {
-  if (checksum && known_stamps_.empty()) {
+  if (!checksum) {
+    return;
+  }
+  const KnownContentsGuard guard(*this);
+  if (known_stamps_.empty()) {
     known_stamps_ = stamps();
   }
 }
 
 std::optional<std::string> TensorBlock::take_undeclared_write(bool checksum) {
+  const KnownContentsGuard guard(*this);
   std::optional<std::size_t> written;
   for (std::size_t i = 0; i < tensors_.size(); ++i) {
     const std::uint32_t version = version_of(tensors_[i]);

@@ -57,6 +57,13 @@ void ManagerState::check_not_loading() const {
   }
 }
 
+/// The refusal of an action that would have to wait and may not.
+Verdict ManagerState::would_block(Verdict verdict) {
+  const bool lacks_bytes = verdict.shortfall.requested > Bytes();
+  verdict.reason = lacks_bytes ? Reason::kOverBudget : Reason::kWouldBlock;
+  return verdict;
+}
+
 ActionReport ManagerState::apply(const ResidencyAction& action, const ActionOptions& options) {
   return perform(action, options, Phase::kExecute, nullptr);
 }
@@ -73,11 +80,12 @@ ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOp
 
   Trash trash;
   Lock lock(mutex_);
+  check_open();
+  settle_oldest(trash);
+  ValueRecord* record = take_turn(lock, handle);
+  const Turn turn(*this, record);  // through all waits: those who came later are served later
   while (true) {
     check_open();
-    settle_oldest(trash);
-    ValueRecord* record = take_turn(lock, handle);
-    const Turn turn(*this, record);
     if (record != nullptr && has_settled_arrival(*record)) {
       settle(trash, record);
     }
@@ -91,9 +99,7 @@ ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOp
     }
     if (verdict.waits) {
       if (!options.may_block) {
-        Verdict refused = verdict;
-        refused.reason = Reason::kWouldBlock;
-        throw_refusal(refused, handle, to_string(action));
+        throw_refusal(would_block(verdict), handle, to_string(action));
       }
       entry.waited = true;
       wait_on(lock, fences_to_wait_for(record, verdict));
@@ -129,99 +135,130 @@ ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOp
   }
 }
 
-/// Runs in the open. Throws with nothing of the backend's left behind.
-ManagerState::Made ManagerState::make(ValueRecord& record, const Handle& handle,
-                                      const Verdict& verdict, const ActionOptions& options) {
-  Made made;
+/// What `make` needs of the record, collected under the mutex: releases of leases change
+/// materializations without having the turn.
+ManagerState::Inputs ManagerState::collect_inputs(const ValueRecord& record,
+                                                  const Verdict& verdict) const {
+  Inputs inputs;
   for (std::size_t i = 0; i < verdict.num_transitions; ++i) {
     const Transition& each = verdict.transitions[i];
+    const Materialization* from = record.find(each.from);
     switch (each.kind) {
-      case TransitionKind::kReconstruct: {
-        BlockPtr loaded;
-        {
-          const LoadingGuard loading(this);
-          loaded = backend_->reconstruct(*record.source, record.spec, each.to);
-        }
-        const Layout* layout = loaded->layout();
-        const bool same_layout = record.spec.layout == nullptr || layout == nullptr ||
-                                 record.spec.layout.get() == layout ||
-                                 record.spec.layout->equals(*layout);
-        if (loaded->logical_bytes() != record.spec.logical_bytes || !same_layout) {
-          const std::string message =
-              fmt::format("{} loaded {} logical bytes ({}), {} was registered with {} ({})",
-                          record.source->describe(), loaded->logical_bytes().count(),
-                          layout != nullptr ? layout->describe() : "no layout", to_string(handle),
-                          record.spec.logical_bytes.count(),
-                          record.spec.layout ? record.spec.layout->describe() : "no layout");
-          backend_->release(std::move(loaded), {});
-          throw MaterializationError(message);
-        }
-        made.path = TransferPath::kSource;
-        if (each.temporary) {
-          made.temporary = std::move(loaded);
-        } else {
-          made.arriving = MaterializationPtr(new Materialization);
-          made.arriving->block = std::move(loaded);
+      case TransitionKind::kReconstruct: break;
+      case TransitionKind::kRefresh:
+        inputs.overwrite = record.find(each.to)->block;
+        inputs.overwrite_after = pending_of(*record.find(each.to));
+        [[fallthrough]];
+      case TransitionKind::kCopy:
+        if (from != nullptr) {  // null: what this action has loaded is copied
+          inputs.source = from->block;
+          inputs.source_ready = from->ready();
         }
         break;
-      }
-      case TransitionKind::kCopy:
-      case TransitionKind::kRefresh: {
-        Materialization* source = made.temporary ? nullptr : record.find(each.from);
+      case TransitionKind::kRelease:
+        if (!each.temporary) {
+          inputs.given_up = from->block;
+          inputs.given_up_is_read = i > 0 && verdict.transitions[i - 1].from == each.from;
+        }
+        break;
+    }
+  }
+  return inputs;
+}
+
+BlockPtr ManagerState::reconstruct(const ValueRecord& record, const Handle& handle, Location at) {
+  BlockPtr loaded;
+  {
+    const LoadingGuard loading(this);
+    loaded = backend_->reconstruct(*record.source, record.spec, at);
+  }
+  const ValueSpec& spec = record.spec;
+  const Layout* layout = loaded->layout();
+  const bool same_layout = spec.layout == nullptr || layout == nullptr ||
+                           spec.layout.get() == layout || spec.layout->equals(*layout);
+  if (loaded->logical_bytes() == spec.logical_bytes && same_layout) {
+    return loaded;
+  }
+  const std::string message =
+      fmt::format("{} loaded {} logical bytes ({}), {} was registered with {} ({})",
+                  record.source->describe(), loaded->logical_bytes().count(),
+                  layout != nullptr ? layout->describe() : "no layout", to_string(handle),
+                  spec.logical_bytes.count(), spec.layout ? spec.layout->describe() : "no layout");
+  backend_->release(std::move(loaded), {});
+  throw MaterializationError(message);
+}
+
+/// Runs in the open. Throws with nothing of the backend's left behind: what is not certain to
+/// succeed comes before the copy.
+ManagerState::Made ManagerState::make(const ValueRecord& record, const Handle& handle,
+                                      const Verdict& verdict, const ActionOptions& options,
+                                      const Inputs& inputs) {
+  Made made;
+  if (inputs.given_up) {
+    made.escape_watch = backend_->watch_escape(*inputs.given_up);
+  }
+  BlockPtr made_block;
+  try {
+    for (std::size_t i = 0; i < verdict.num_transitions; ++i) {
+      const Transition& each = verdict.transitions[i];
+      if (each.kind == TransitionKind::kReconstruct) {
+        made.path = TransferPath::kSource;
+        (each.temporary ? made.temporary : made_block) = reconstruct(record, handle, each.to);
+      } else if (each.kind != TransitionKind::kRelease) {
         CopyRequest request;
         request.value = handle;
         request.spec = &record.spec;
-        request.source = source != nullptr ? source->block : made.temporary;
+        request.source = inputs.source ? inputs.source : made.temporary;
         request.from = each.from;
         request.to = each.to;
-        request.source_ready = source != nullptr ? source->ready() : nullptr;
+        request.source_ready = inputs.source_ready;
+        request.overwrite = inputs.overwrite;
+        request.overwrite_after = inputs.overwrite_after;
         request.stream = options.stream;
-        if (each.kind == TransitionKind::kRefresh) {
-          const Materialization* target = record.find(each.to);
-          request.overwrite = target->block;
-          request.overwrite_after = pending_of(*target);
-        } else {
-          made.arriving = MaterializationPtr(new Materialization);
-        }
-        CopyResult result;
-        try {
-          result = backend_->copy(request);
-        } catch (...) {
-          if (made.temporary) {
-            request.source = nullptr;
-            backend_->release(std::move(made.temporary), {});
-          }
-          throw;
-        }
-        if (made.arriving) {
-          made.arriving->block = std::move(result.block);
-        }
+        CopyResult result = backend_->copy(request);
         made.fence = std::move(result.ready);
         made.path = result.path;
         made.blocked = result.blocked;
-        break;
-      }
-      case TransitionKind::kRelease: {
-        if (each.temporary) {
-          break;
+        if (each.kind == TransitionKind::kCopy) {
+          made_block = std::move(result.block);
         }
-        const Materialization* given_up = record.find(each.from);
-        made.escape_watch = backend_->watch_escape(*given_up->block);
-        const bool was_read = i > 0 && verdict.transitions[i - 1].from == each.from;
-        if (was_read && made.fence && can_fail_later(made.path)) {
-          made.fence->retain_until_success(given_up->block);
-        }
-        break;
       }
     }
-  }
-  if (made.arriving) {
-    std::vector<AddressRange> ranges = made.arriving->block->address_ranges();
-    if (!ranges.empty()) {
-      made.arriving->ranges = std::make_unique<const std::vector<AddressRange>>(std::move(ranges));
+    if (inputs.given_up_is_read && made.fence && can_fail_later(made.path)) {
+      made.fence->retain_until_success(inputs.given_up);
     }
+    if (made_block) {
+      made.arriving = MaterializationPtr(new Materialization);
+      std::vector<AddressRange> ranges = made_block->address_ranges();
+      if (!ranges.empty()) {
+        made.arriving->ranges =
+            std::make_unique<const std::vector<AddressRange>>(std::move(ranges));
+      }
+      made.arriving->block = std::move(made_block);
+    }
+  } catch (...) {
+    unmake(made, std::move(made_block));
+    throw;
   }
   return made;
+}
+
+/// Gives back what was made and will not be published. Runs in the open; waits, so that nothing
+/// is in flight afterwards that nobody knows of.
+void ManagerState::unmake(Made& made, BlockPtr block) {
+  if (made.fence) {
+    made.fence->wait();
+    (void)made.fence->take_retained();
+  }
+  if (made.arriving) {
+    block = std::move(made.arriving->block);
+  }
+  if (block) {
+    backend_->release(std::move(block), {});
+  }
+  if (made.temporary) {
+    backend_->release(std::move(made.temporary), {});
+  }
 }
 
 ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& record,
@@ -238,10 +275,17 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
     }
   }
   const std::uint32_t content_epoch = record.content_epoch;
+  const auto inputs = std::make_shared<Inputs>(collect_inputs(record, verdict));
+  trash.objects.push_back(inputs);  // should it still own something when this fails
   Made made;
   try {
     const Unlocked unlocked(*this, lock);
-    made = make(record, handle, verdict, options);
+    made = make(record, handle, verdict, options, *inputs);
+    *inputs = Inputs();
+    if (closed()) {  // meanwhile: nobody is left to give it to
+      unmake(made, nullptr);
+      check_open();
+    }
   } catch (...) {
     for (const Transition& each : transitions) {
       if (makes(each)) {
@@ -280,6 +324,7 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
         }
         target->set_ready(made.fence);
         target->fails_later = fails_later;
+        target->replaces = false;
         // Written while it was being copied, by somebody who did not say so.
         target->stale = record.content_epoch != content_epoch;
         arrival.at = each.to;
@@ -332,6 +377,8 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
           account.used -= given_up->charge;
           account.retiring += given_up->charge;
         }
+        register_ranges(*given_up);  // its memory is ours until it has gone
+        target->replaces = true;
         arrival.departing = std::move(given_up);
         break;
       }
@@ -366,7 +413,16 @@ ActionReport ManagerState::carry_out_discard(Lock& lock, Trash& trash, ValueReco
                                              const Handle& handle, TransitionRecord& entry,
                                              const PlanName& plan) {
   std::vector<Release> releases;
-  std::vector<FencePtr> watches = watch_escapes(lock, record);
+  std::vector<FencePtr> watches;
+  try {
+    watches = watch_escapes(lock, record);
+  } catch (...) {
+    entry.failed = true;
+    entry.failure = describe(std::current_exception());
+    entry.host_end_ns = now_ns();
+    trace_.append(entry, nullptr, plan);
+    throw;
+  }
   for (FencePtr& watch : watches) {
     give_up(handle, detach(record, record.first->location), std::move(watch), releases);
   }

@@ -50,13 +50,16 @@ std::string in_words(const MemoryReservation& reservation) {
 
 ManagerState::Simulated ManagerState::simulate(World& world, Phase phase,
                                                std::span<const ResidencyAction> actions,
-                                               Explanation* out) {
+                                               Explanation* out, bool may_block) {
   for (std::size_t i = 0; i < actions.size(); ++i) {
     // Far enough ahead to hide a cache miss; it halves the time on values that are cold.
     if (constexpr std::size_t kAhead = 8; i + kAhead < actions.size()) {
       world.prefetch(handle_of(actions[i + kAhead]));
     }
-    const Verdict verdict = plan_action(world, actions[i]);
+    Verdict verdict = plan_action(world, actions[i]);
+    if (verdict.waits && !may_block) {
+      verdict = would_block(verdict);
+    }
     if (out != nullptr) {
       out->actions.push_back({phase, static_cast<std::uint32_t>(i), actions[i], verdict});
     }
@@ -71,10 +74,13 @@ ManagerState::Simulated ManagerState::simulate(World& world, Phase phase,
 }
 
 ManagerState::Simulated ManagerState::simulate_reservations(World& world, const ResidencyPlan& plan,
-                                                            Explanation* out) {
+                                                            Explanation* out, bool may_block) {
   for (std::size_t i = 0; i < plan.reservations().size(); ++i) {
     const MemoryReservation& each = plan.reservations()[i];
-    const Verdict verdict = plan_reservation(world, each.location, each.nbytes);
+    Verdict verdict = plan_reservation(world, each.location, each.nbytes);
+    if (verdict.waits && !may_block) {
+      verdict = would_block(verdict);
+    }
     if (out != nullptr) {
       out->reservations.push_back({each, verdict.feasible(), verdict.reason, verdict.shortfall});
     }
@@ -87,16 +93,16 @@ ManagerState::Simulated ManagerState::simulate_reservations(World& world, const 
 }
 
 ManagerState::Simulated ManagerState::simulate(World& world, const ResidencyPlan& plan,
-                                               Explanation* out) {
-  Simulated simulated = simulate(world, Phase::kReclaim, plan.reclaim(), out);
+                                               Explanation* out, bool may_block) {
+  Simulated simulated = simulate(world, Phase::kReclaim, plan.reclaim(), out, may_block);
   if (simulated.feasible) {
-    simulated = simulate_reservations(world, plan, out);
+    simulated = simulate_reservations(world, plan, out, may_block);
   }
   if (simulated.feasible) {
-    simulated = simulate(world, Phase::kEnter, plan.enter(), out);
+    simulated = simulate(world, Phase::kEnter, plan.enter(), out, may_block);
   }
   if (simulated.feasible) {
-    simulated = simulate(world, Phase::kExit, plan.exit(), out);
+    simulated = simulate(world, Phase::kExit, plan.exit(), out, may_block);
   }
   return simulated;
 }
@@ -118,8 +124,8 @@ Explanation ManagerState::explain(const ResidencyPlan* plan,
   explanation.state_version = version_;
   World world(values_, ledger_, *backend_, options_, explanation.actions.capacity());
   const Simulated simulated = plan != nullptr
-                                  ? simulate(world, *plan, &explanation)
-                                  : simulate(world, Phase::kExecute, actions, &explanation);
+                                  ? simulate(world, *plan, &explanation, true)
+                                  : simulate(world, Phase::kExecute, actions, &explanation, true);
   explanation.feasible = simulated.feasible;
   if (!simulated.feasible) {
     const std::string what = simulated.phase == Phase::kReserve
@@ -174,7 +180,8 @@ PlanReport ManagerState::execute(std::span<const ResidencyAction> actions,
     check_version(options.name, options.expected_state_version);
     settle(trash);
     World world(values_, ledger_, *backend_, options_, actions.size());
-    const Simulated simulated = simulate(world, Phase::kExecute, actions, nullptr);
+    const Simulated simulated =
+        simulate(world, Phase::kExecute, actions, nullptr, options.may_block);
     if (!simulated.feasible) {
       throw_plan_error(options.name, simulated, to_string(actions[simulated.index]));
     }
@@ -198,6 +205,9 @@ void ManagerState::run_phase(PlanReport& report, std::span<const ResidencyAction
           actions[i], {stream_for(actions[i], options.streams), options.may_block}, phase, plan));
     } catch (...) {
       const std::exception_ptr cause = std::current_exception();
+      if (options.when_failed) {
+        options.when_failed();
+      }
       const bool rolls_back = options.on_failure == OnFailure::kRollback;
       const bool restored = rolls_back ? roll_back(report, rollback_from, phase, plan)
                                        : changed_nothing(report, rollback_from);
@@ -315,7 +325,7 @@ void ManagerState::enter(ScopeState& scope) {
     check_version(plan.name(), scope.options.expected_state_version);
     settle(trash);
     World world(values_, ledger_, *backend_, options_);
-    const Simulated simulated = simulate(world, plan, nullptr);
+    const Simulated simulated = simulate(world, plan, nullptr, scope.options.may_block);
     if (!simulated.feasible) {
       const auto phase_actions = [&]() -> const ActionList& {
         return simulated.phase == Phase::kReclaim ? plan.reclaim()
@@ -361,12 +371,9 @@ void ManagerState::enter(ScopeState& scope) {
                                            plan.name(), i, failed, describe(cause)));
     }
   }
-  try {
-    run_phase(scope.report, plan.enter(), Phase::kEnter, scope.plan_name, options, 0);
-  } catch (...) {
-    release_reservations();
-    throw;
-  }
+  RunOptions enter_options = options;
+  enter_options.when_failed = release_reservations;  // what is undone may need their room
+  run_phase(scope.report, plan.enter(), Phase::kEnter, scope.plan_name, enter_options, 0);
   const Lock lock(mutex_);
   scope.entered = true;
   ++num_scopes_;

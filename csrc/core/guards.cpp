@@ -33,10 +33,6 @@ void check_lease_arguments(std::span<const Handle> handles, Location at,
   }
 }
 
-}  // namespace
-
-namespace {
-
 /// Throws when the value cannot be leased like this, wherever it is.
 void check_access(const ValueRecord& record, const Handle& handle, Access access) {
   const bool excluded = access == Access::kWrite ? record.num_leases != 0 : record.write_leased;
@@ -55,49 +51,57 @@ void check_access(const ValueRecord& record, const Handle& handle, Access access
 
 }  // namespace
 
-/// The records of `handles`, duplicates collapsed, none of them busy. Throws for a handle that is
-/// not good and for a failure that nobody was told yet.
-std::vector<ValueRecord*> ManagerState::resolve_all(Lock& lock, std::span<const Handle> handles,
-                                                    std::vector<Handle>& unique) {
-  while (true) {
-    check_open();
-    std::vector<ValueRecord*> records;
-    records.reserve(handles.size());
-    unique.clear();
-    unique.reserve(handles.size());
-    const std::uint32_t visit = next_visit_++;
-    const Handle* busy = nullptr;
-    for (const Handle& handle : handles) {
-      ValueRecord& record = resolve(handle);
-      if (record.busy) {
-        busy = &handle;
-        break;
-      }
-      if (record.visit != visit) {
-        record.visit = visit;
-        records.push_back(&record);
-        unique.push_back(handle);
-      }
+/// The records of `handles`, duplicates collapsed. None of them is busy, or all of them are by
+/// `turns`. Throws for a handle that is not good and for a failure that nobody was told yet.
+std::vector<ValueRecord*> ManagerState::resolve_all(Lock& lock, Trash& trash,
+                                                    std::span<const Handle> handles,
+                                                    std::vector<Handle>& unique, Turns& turns) {
+  check_open();
+  std::vector<ValueRecord*> records;
+  records.reserve(handles.size());
+  unique.clear();
+  unique.reserve(handles.size());
+  const std::uint32_t visit = next_visit_++;
+  bool busy = false;
+  for (const Handle& handle : handles) {
+    ValueRecord& record = resolve(handle);
+    busy |= record.busy;
+    if (record.visit != visit) {
+      record.visit = visit;
+      records.push_back(&record);
+      unique.push_back(handle);
     }
-    if (busy == nullptr) {
-      for (std::size_t i = 0; i < records.size(); ++i) {
-        throw_failure_of(*records[i], unique[i]);
-      }
-      return records;
-    }
-    wait_until_idle(lock, *busy);
   }
+  if (busy) {
+    std::vector<Handle> sorted = unique;
+    std::ranges::sort(sorted);
+    for (const Handle& handle : sorted) {
+      if (ValueRecord* record = take_turn(lock, handle)) {
+        turns.add(record);
+        settle(trash, record);
+      }
+    }
+    // A record may have become another value's meanwhile, but not one whose turn is ours.
+    std::ranges::transform(unique, records.begin(),
+                           [&](const Handle& handle) { return &resolve(handle); });
+  }
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    throw_failure_of(*records[i], unique[i]);
+  }
+  return records;
 }
 
 std::unique_ptr<LeaseState> ManagerState::protect_for_lease(Lock& lock, Trash& trash,
                                                             std::span<const Handle> handles,
-                                                            Location at, Access access) {
+                                                            Location at, Access access,
+                                                            Turns& turns) {
   auto lease = std::make_unique<LeaseState>();
   lease->manager = shared_from_this();
   lease->location = at;
   lease->access = access;
   settle(trash);
-  const std::vector<ValueRecord*> records = resolve_all(lock, handles, lease->handles);
+  const std::vector<ValueRecord*> records =
+      resolve_all(lock, trash, handles, lease->handles, turns);
   lease->values.resize(records.size());
   for (std::size_t i = 0; i < records.size(); ++i) {
     ValueRecord& record = *records[i];
@@ -119,7 +123,6 @@ std::unique_ptr<LeaseState> ManagerState::protect_for_lease(Lock& lock, Trash& t
   }
   leases_.insert(lease.get());
   ++num_leases_;
-  ++version_;
   return lease;
 }
 
@@ -134,7 +137,6 @@ void ManagerState::end_protection(LeaseState& lease) {
   }
   leases_.erase(&lease);
   --num_leases_;
-  ++version_;
 }
 
 Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
@@ -146,7 +148,8 @@ Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
   Lock lock(mutex_);
   check_open();
   check_available(at);
-  lease = protect_for_lease(lock, trash, handles, at, options.access);
+  Turns turns(*this);
+  lease = protect_for_lease(lock, trash, handles, at, options.access, turns);
   // The host waits at host locations, for arrivals that may fail, and before a write for whoever
   // still reads the bytes; everything else is left to the consumer's stream.
   std::vector<FencePtr> host_waits;
@@ -158,27 +161,36 @@ Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
     if (ready.back() && (!at.is_cuda() || materialization.fails_later)) {
       host_waits.push_back(ready.back());
     }
+    if (materialization.is_uncertain()) {  // should it fail, nobody takes it away under the lease
+      turns.take_idle(*each.record);
+    }
     if (options.access == Access::kWrite) {
       materialization.for_each_pending([&](const FencePtr& fence) { host_waits.push_back(fence); });
     }
   }
   std::exception_ptr failure;
   std::size_t num_begun = 0;
+  std::optional<Stream> stream;
   try {
     if (!host_waits.empty()) {
       wait_on(lock, host_waits);
     }
-    const Unlocked unlocked(*this, lock);
     for (const FencePtr& fence : host_waits) {
       if (fence->poll() == FenceStatus::kFailed) {
         throw UnavailableError("acquire: a transfer failed");  // replaced by its own error below
       }
     }
-    if (at.is_cuda()) {
-      lease->streams.push_back(options.stream ? *options.stream : backend_->current_stream(at));
+    // What is written from now on has a fence of its own, which no arrival may clear.
+    for (const LeasedValue& each : lease->values) {
+      if (each.materialization->is_uncertain()) {
+        settle(trash, each.record);
+      }
     }
-    const std::optional<Stream> stream =
-        lease->streams.empty() ? std::nullopt : std::optional(lease->streams.front());
+    turns.end();
+    const Unlocked unlocked(*this, lock);
+    if (at.is_cuda()) {
+      stream = options.stream ? options.stream : backend_->current_stream(at);
+    }
     for (; num_begun < lease->values.size(); ++num_begun) {
       backend_->begin_access(*lease->values[num_begun].block, options.access, stream,
                              ready[num_begun], options_.checksum_leases);
@@ -187,6 +199,10 @@ Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
     failure = std::current_exception();
   }
   if (!failure) {
+    if (stream) {
+      lease->streams.push_back(*stream);
+    }
+    ++version_;
     return Lease(std::move(lease));
   }
   {
@@ -202,6 +218,7 @@ Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
   }
   end_protection(*lease);
   lease->ended.store(true, std::memory_order_release);
+  turns.end();
   if (!closed()) {
     settle(trash);
     for (const Handle& handle : lease->handles) {
@@ -245,12 +262,14 @@ Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
     check_open();
     settle(trash);
     World world(values_, ledger_, *backend_, options_);
-    const Simulated simulated = simulate(world, Phase::kExecute, ensures, nullptr);
+    const Simulated simulated =
+        simulate(world, Phase::kExecute, ensures, nullptr, options.may_block);
     if (!simulated.feasible) {
       throw_refusal(simulated.verdict, handle_of(ensures[simulated.index]),
                     to_string(ensures[simulated.index]));
     }
-    for (const Handle& handle : seen) {  // before anything is brought here for nothing
+    for (const ResidencyAction& ensure : ensures) {  // before anything is brought here for nothing
+      const Handle& handle = handle_of(ensure);
       check_access(*values_.find(handle).record, handle, options.access);
     }
   }
@@ -309,25 +328,29 @@ void ManagerState::add_stream(LeaseState& lease, const Stream& stream) {
     throw LifetimeClosedError("add_stream: the lease has been released");
   }
   check_open();
-  std::vector<FencePtr> ready;
-  {
-    const Lock lock(mutex_);
-    check_open();
-    for (const LeasedValue& each : lease.values) {
-      ready.push_back(each.materialization->ready());
-    }
-  }
-  const std::lock_guard guard(lease.mutex);
-  if (lease.ended.load(std::memory_order_acquire)) {
+  Lock lock(mutex_);
+  check_open();
+  if (!leases_.contains(&lease)) {
     throw LifetimeClosedError("add_stream: the lease has been released");
   }
   if (std::ranges::find(lease.streams, stream) != lease.streams.end()) {
     return;
   }
-  for (std::size_t i = 0; i < lease.values.size(); ++i) {
-    backend_->begin_access(*lease.values[i].block, lease.access, stream, ready[i], false);
+  std::vector<FencePtr> ready;
+  for (const LeasedValue& each : lease.values) {
+    ready.push_back(each.materialization->ready());
   }
-  lease.streams.push_back(stream);
+  lease.streams.push_back(stream);  // before it waits: a release meanwhile records its use too
+  try {
+    const Unlocked unlocked(*this, lock);
+    const std::lock_guard guard(lease.mutex);
+    for (std::size_t i = 0; i < lease.values.size() && lease.values[i].block; ++i) {
+      backend_->begin_access(*lease.values[i].block, lease.access, stream, ready[i], false);
+    }
+  } catch (...) {
+    std::erase(lease.streams, stream);
+    throw;
+  }
 }
 
 void ManagerState::release(LeaseState& lease, bool wait) {
@@ -342,21 +365,23 @@ void ManagerState::release(LeaseState& lease, bool wait) {
     if (!closed()) {
       const Unlocked unlocked(*this, lock);
       const std::lock_guard guard(lease.mutex);
-      // The first stream comes last: for a writer it has waited for the others by then, so that
-      // one fence says when the bytes are there.
-      for (std::size_t i = lease.streams.size(); i-- > 0;) {
-        try {
+      const std::vector<Stream>& streams = lease.streams;
+      // The first stream comes last: for a writer it has waited for the others by then, so that one
+      // fence says when the bytes are there.
+      try {
+        for (std::size_t i = streams.size(); i-- > 0;) {
           if (i == 0 && lease.access == Access::kWrite) {
             for (const FencePtr& fence : last_uses) {
-              for (const LeasedValue& each : lease.values) {
-                backend_->begin_access(*each.block, lease.access, lease.streams[0], fence, false);
-              }
+              backend_->begin_access(*lease.values[0].block, lease.access, streams[0], fence, false);
             }
           }
-          last_uses.push_back(backend_->record_use(lease.streams[i]));
-        } catch (...) {
-          failure = std::current_exception();
+          last_uses.push_back(backend_->record_use(streams[i]));
         }
+      } catch (...) {
+        // Nothing would be ordered behind a use that is not recorded: the lease goes on, and can be
+        // released again.
+        lease.ended.store(false, std::memory_order_release);
+        throw;
       }
       for (std::size_t i = 0; i < lease.values.size(); ++i) {
         try {
@@ -368,28 +393,37 @@ void ManagerState::release(LeaseState& lease, bool wait) {
           failure = std::current_exception();
         }
       }
-      if (!written.empty() && lease.access == Access::kRead) {
-        // Which of the streams wrote is not known.
-        std::ranges::for_each(last_uses, [](const FencePtr& fence) { fence->wait(); });
+      for (LeasedValue& each : lease.values) {
+        each.view = nullptr;  // before the protection ends: then the block can go at once
+      }
+      if (!written.empty() && lease.access == Access::kRead && last_uses.size() > 1) {
+        // Nobody said which stream would write, so none has waited for the others.
+        for (const FencePtr& fence : last_uses) {
+          fence->wait();
+        }
       }
     }
     if (!closed()) {
+      const auto accept_write = [&](const LeasedValue& each) {
+        mark_others_stale(*each.record, each.materialization);
+        if (!last_uses.empty()) {
+          each.materialization->set_ready(last_uses.back());  // whoever reads next waits for it
+          each.materialization->fails_later = false;          // acquire has waited for the arrival
+        }
+      };
       for (const LeasedValue& each : lease.values) {
         for (const FencePtr& fence : last_uses) {
           each.materialization->add_last_use(fence);
         }
         if (lease.access == Access::kWrite) {
-          mark_others_stale(*each.record, each.materialization);
-          if (!last_uses.empty()) {
-            each.materialization->set_ready(last_uses.back());  // whoever reads next waits for it
-          }
+          accept_write(each);
         }
       }
       for (const auto& [position, field] : written) {
-        const LeasedValue& each = lease.values[position];
-        mark_others_stale(*each.record, each.materialization);
+        accept_write(lease.values[position]);
       }
       end_protection(lease);
+      ++version_;
     }
   }
   {
@@ -432,9 +466,10 @@ Hold ManagerState::hold(std::span<const Handle> handles, Location at) {
   Lock lock(mutex_);
   check_open();
   check_available(at);
+  settle(trash);
+  Turns turns(*this);
+  const std::vector<ValueRecord*> records = resolve_all(lock, trash, handles, hold->handles, turns);
   while (true) {
-    settle(trash);
-    const std::vector<ValueRecord*> records = resolve_all(lock, handles, hold->handles);
     hold->materializations.clear();
     std::vector<FencePtr> uncertain;
     for (std::size_t i = 0; i < records.size(); ++i) {
@@ -451,7 +486,15 @@ Hold ManagerState::hold(std::span<const Handle> handles, Location at) {
     if (uncertain.empty()) {
       break;
     }
+    for (ValueRecord* record : records) {
+      turns.take_idle(*record);
+    }
     wait_on(lock, uncertain);  // what may still fail to arrive cannot be kept
+    check_open();
+    for (std::size_t i = 0; i < records.size(); ++i) {
+      settle(trash, records[i]);
+      throw_failure_of(*records[i], hold->handles[i]);
+    }
   }
   for (Materialization* each : hold->materializations) {
     ++each->num_holds;

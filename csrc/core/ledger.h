@@ -36,13 +36,21 @@ struct Account {
     note_peaks();
   }
 
-  /// Bytes by which `requested` does not fit.
+  /// Bytes by which `requested` does not fit. Without a budget the limit is what can be counted.
   [[nodiscard]] Bytes lacking(Bytes requested) const noexcept {
-    return budget ? used.saturating_add(reserved)
-                        .saturating_add(retiring)
-                        .saturating_add(requested)
-                        .saturating_sub(*budget)
-                  : Bytes();
+    // Four terms below 2^63 each, whose sum must not stop at 2^63-1 and then seem to fit.
+    unsigned __int128 sum = 0;
+    for (const Bytes each : {used, reserved, retiring, requested}) {
+      sum += static_cast<unsigned __int128>(each.count());
+    }
+    const auto limit = static_cast<unsigned __int128>(budget.value_or(Bytes::max()).count());
+    if (sum <= limit) {
+      return Bytes();
+    }
+    const unsigned __int128 over = sum - limit;
+    return over < static_cast<unsigned __int128>(Bytes::max().count())
+               ? Bytes(static_cast<std::int64_t>(over))
+               : Bytes::max();
   }
   [[nodiscard]] Shortfall shortfall(Bytes requested) const noexcept {
     return {location, budget.value_or(Bytes::max()), used, reserved, retiring, requested};

@@ -136,6 +136,9 @@ std::size_t Manager::forget_discarded() {
   return state_->forget_discarded();
 }
 
+ValueSpec Manager::spec(const Handle& handle) const {
+  return state_->spec(handle);
+}
 std::vector<Location> Manager::locations() const {
   return state_->locations();
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -97,9 +98,12 @@ void ManagerState::throw_failure_of(ValueRecord& record, const Handle& handle) {
     return;
   }
   const auto found = failures_.find(handle.id());
-  const Failure failure = std::move(found->second);
-  failures_.erase(found);
-  record.has_failure = false;
+  const Failure failure = std::move(found->second.front());
+  found->second.pop_front();
+  if (found->second.empty()) {
+    failures_.erase(found);
+    record.has_failure = false;
+  }
   throw TransferError(handle, failure.path, failure.fence->error(), failure.message);
 }
 
@@ -146,7 +150,7 @@ ValueRecord* ManagerState::take_turn(Lock& lock, const Handle& handle) {
     record->busy = true;
     return record;
   }
-  if (fork_generation_ != residency::fork_generation()) {
+  if (is_forked()) {
     throw ForkError(fmt::format(
         "{} was being changed by a thread of the parent process when this process was forked",
         to_string(handle)));
@@ -180,14 +184,8 @@ void ManagerState::end_turn(ValueRecord& record) noexcept {
   next->granted_changed.notify_one();
 }
 
-void ManagerState::wait_until_idle(Lock& lock, const Handle& handle) {
-  if (ValueRecord* record = take_turn(lock, handle)) {
-    end_turn(*record);
-  }
-}
-
 void ManagerState::wait_on(Lock& lock, const std::vector<FencePtr>& fences) {
-  if (fork_generation_ != residency::fork_generation()) {
+  if (is_forked()) {
     for (const FencePtr& fence : fences) {
       if (fence->poll() == FenceStatus::kPending) {
         throw ForkError("a transfer of the parent process cannot be waited for in its child");
@@ -271,13 +269,19 @@ void ManagerState::wait_for(const Handle& handle, const FencePtr& fence) {
   Trash trash;
   Lock lock(mutex_);
   wait_on(lock, {fence});
-  if (closed()) {
-    return;  // everything has ended: nobody is owed the failure any more
+  if (closed() || fence->poll() == FenceStatus::kDone) {
+    return;  // when everything has ended nobody is owed the failure any more
   }
-  settle(trash);
-  ValueRecord* record = values_.find(handle).record;
-  const auto failure = failures_.find(handle.id());
-  if (record != nullptr && failure != failures_.end() && failure->second.fence == fence) {
+  ValueRecord* record = take_turn(lock, handle);  // a busy record cannot be settled
+  const Turn turn(*this, record);
+  settle(trash, record);
+  const auto failures = failures_.find(handle.id());
+  if (record == nullptr || failures == failures_.end()) {
+    return;  // somebody was told
+  }
+  const auto own = std::ranges::find(failures->second, fence, &Failure::fence);
+  if (own != failures->second.end()) {
+    std::rotate(failures->second.begin(), own, own + 1);
     throw_failure_of(*record, handle);
   }
 }
@@ -288,7 +292,7 @@ void ManagerState::synchronize() {
   Lock lock(mutex_);
   check_open();
   while (true) {
-    all_locked_.wait(lock, [&] { return num_unlocked_ == 0; });
+    all_locked_.wait(lock, [&] { return num_unlocked_ == 0 || is_forked(); });
     settle(trash);
     std::vector<FencePtr> fences;
     for (const Arrival& each : arrivals_) {
@@ -366,14 +370,14 @@ void ManagerState::account_for_end(Arrival& arrival, Trash& trash) {
   if (!failed) {
     if (arrival.departing) {
       std::vector<FencePtr> others;
-      arrival.departing->for_each_pending(
-          [&](const FencePtr& fence) { others.push_back(fence); });
+      arrival.departing->for_each_pending([&](const FencePtr& fence) { others.push_back(fence); });
       if (arrival.departing->block && !others.empty()) {
         const Bytes bytes = arrival.escape_watch ? Bytes() : arrival.departing->charge;
         ledger_.account(arrival.from).retiring += bytes;
         retiring_.push_back(
             {arrival.from, bytes, std::move(others), std::move(arrival.departing->block)});
       }
+      unregister_ranges(*arrival.departing);
       trash.materializations.push_back(std::move(arrival.departing));
     }
     return;
@@ -415,15 +419,20 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
   if (record == nullptr) {  // the value has ended
     trash.objects.push_back(arrival.fence->take_retained());
     if (arrival.departing) {
+      unregister_ranges(*arrival.departing);
       trash.materializations.push_back(std::move(arrival.departing));
     }
     return true;
   }
-  // An uncertain materialization is given up only after it was settled, so it is still there.
+  // An uncertain materialization is given up only after it was settled, so it is still there. Its
+  // fence may be another's by now: whoever wrote to it has waited for the arrival.
   Materialization& arrived = *record->find(arrival.at);
-  trash.objects.push_back(arrived.ready());
-  arrived.set_ready(nullptr);
+  if (arrived.ready() == arrival.fence) {
+    trash.objects.push_back(arrived.ready());
+    arrived.set_ready(nullptr);
+  }
   arrived.fails_later = false;
+  arrived.replaces = false;
   if (status == FenceStatus::kDone) {
     return true;
   }
@@ -438,14 +447,14 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
     attach(*record, std::move(arrival.departing));
   }
   record->has_failure = true;
-  failures_[arrival.handle.id()] = {
-      arrival.path, arrival.fence,
-      fmt::format(
-          "the transfer of {} from {} to {} (path {}) failed after it was enqueued: {}; the "
-          "value is at {} as before",
-          to_string(arrival.handle), to_string(arrival.from), to_string(arrival.at),
-          to_string(arrival.path), describe(arrival.fence->error()),
-          record->first ? to_string(record->first->location) : "its source")};
+  failures_[arrival.handle.id()].push_back(
+      {arrival.path, arrival.fence,
+       fmt::format(
+           "the transfer of {} from {} to {} (path {}) failed after it was enqueued: {}; the "
+           "value is at {} as before",
+           to_string(arrival.handle), to_string(arrival.from), to_string(arrival.at),
+           to_string(arrival.path), describe(arrival.fence->error()),
+           record->first ? to_string(record->first->location) : "its source")});
   return true;
 }
 
@@ -453,11 +462,7 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
 
 /// Returns where it stands until it is detached.
 Materialization* ManagerState::attach(ValueRecord& record, MaterializationPtr materialization) {
-  if (materialization->ranges) {
-    for (const AddressRange& range : *materialization->ranges) {
-      managed_ranges_.emplace(range.begin, range.end);
-    }
-  }
+  register_ranges(*materialization);
   if (Materialization& slot = record.slot_for_first; !slot.in_slot) {
     slot = std::move(*materialization);
     slot.in_slot = true;
@@ -488,12 +493,24 @@ MaterializationPtr ManagerState::detach(ValueRecord& record, Location location) 
     moved->in_slot = false;
     detached = std::move(moved);
   }
-  if (detached->ranges) {
-    for (const AddressRange& range : *detached->ranges) {
+  unregister_ranges(*detached);
+  return detached;
+}
+
+void ManagerState::register_ranges(const Materialization& materialization) {
+  if (materialization.ranges) {
+    for (const AddressRange& range : *materialization.ranges) {
+      managed_ranges_.emplace(range.begin, range.end);
+    }
+  }
+}
+
+void ManagerState::unregister_ranges(const Materialization& materialization) {
+  if (materialization.ranges) {
+    for (const AddressRange& range : *materialization.ranges) {
       managed_ranges_.erase(range.begin);
     }
   }
-  return detached;
 }
 
 void ManagerState::give_up(const Handle& handle, MaterializationPtr given_up, FencePtr escape_watch,
@@ -715,12 +732,11 @@ void ManagerState::close(bool wait, bool force) {
   }
   const std::vector<CutShort> leases = leases_cut_short();
   closed_.store(true, std::memory_order_release);
-  const bool forked = fork_generation_ != residency::fork_generation();
-  if (!forked) {
+  if (!is_forked()) {
     all_locked_.wait(lock, [&] { return num_unlocked_ == 0; });
     record_last_uses(lock, leases);
   }
-  if (wait && !forked) {
+  if (wait && !is_forked()) {
     std::vector<FencePtr> fences;
     for (const Arrival& each : arrivals_) {
       add_incomplete(each.fence, fences);
@@ -736,16 +752,19 @@ void ManagerState::close(bool wait, bool force) {
         each->for_each_pending([&](const FencePtr& fence) { fences.push_back(fence); });
       }
     });
-    const Unlocked unlocked(*this, lock);
-    for (const FencePtr& fence : fences) {
-      fence->wait();
+    {
+      const Unlocked unlocked(*this, lock);
+      for (const FencePtr& fence : fences) {
+        fence->wait();
+      }
     }
+    settle(trash);
   }
-  tear_down(lock);
-  const Unlocked unlocked(*this, lock);
-  backend_->close(wait);
+  tear_down(lock, wait);
 }
 
+/// What is under way on other threads, through leases and scopes that outlive the manager, ends
+/// first; the last of them takes the state down with it.
 void ManagerState::close_without_waiting() noexcept {
   Lock lock(mutex_);
   if (closed()) {
@@ -753,19 +772,19 @@ void ManagerState::close_without_waiting() noexcept {
   }
   const std::vector<CutShort> leases = leases_cut_short();
   closed_.store(true, std::memory_order_release);
-  if (fork_generation_ == residency::fork_generation()) {
+  if (num_unlocked_ != 0) {
+    return;
+  }
+  if (!is_forked()) {
     record_last_uses(lock, leases);
   }
-  tear_down(lock);
-  const Unlocked unlocked(*this, lock);
-  backend_->close(false);
+  tear_down(lock, false);
 }
 
 /// Before the manager counts as closed: from then on a lease may be destroyed at any time.
 std::vector<ManagerState::CutShort> ManagerState::leases_cut_short() const {
   std::vector<CutShort> found;
-  for (LeaseState* lease : leases_) {
-    const std::lock_guard guard(lease->mutex);
+  for (const LeaseState* lease : leases_) {
     CutShort& each = found.emplace_back();
     each.streams = lease->streams;
     for (const LeasedValue& value : lease->values) {
@@ -787,8 +806,7 @@ void ManagerState::record_last_uses(Lock& lock, const std::vector<CutShort>& lea
         try {
           uses.emplace_back(stream, backend_->record_use(stream));
         } catch (...) {
-          warn("closing: a last use could not be recorded: " +
-               describe(std::current_exception()));
+          warn("closing: a last use could not be recorded: " + describe(std::current_exception()));
         }
       }
     }
@@ -805,8 +823,9 @@ void ManagerState::record_last_uses(Lock& lock, const std::vector<CutShort>& lea
   leases_.clear();
 }
 
-void ManagerState::tear_down(Lock& lock) noexcept {
+void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
   // Records stay until the state dies: threads that waited for a turn still look at them.
+  torn_down_ = true;
   Trash trash;
   std::vector<Release> releases;
   values_.for_each([&](ValueRecord& record) {
@@ -818,10 +837,16 @@ void ManagerState::tear_down(Lock& lock) noexcept {
     }
   });
   for (Arrival& each : arrivals_) {
-    if (each.departing && each.departing->block) {
-      std::vector<FencePtr> after = {each.fence};
+    BlockPtr retained = each.fence->take_retained();  // fences live on in reports
+    std::vector<FencePtr> after = {each.fence};
+    if (each.departing) {
       each.departing->for_each_pending([&](const FencePtr& fence) { after.push_back(fence); });
-      releases.push_back({std::move(each.departing->block), std::move(after)});
+      if (each.departing->block) {
+        trash.objects.push_back(std::exchange(retained, std::move(each.departing->block)));
+      }
+    }
+    if (retained) {
+      releases.push_back({std::move(retained), std::move(after)});
     }
   }
   for (Retiring& each : retiring_) {
@@ -829,26 +854,21 @@ void ManagerState::tear_down(Lock& lock) noexcept {
       releases.push_back({std::move(each.block), std::move(each.until)});
     }
   }
-  auto arrivals = std::move(arrivals_);
-  auto reservations = std::move(reservations_);
-  auto retiring = std::move(retiring_);
-  auto escaped = std::move(escaped_);
-  auto failures = std::move(failures_);
-  arrivals_.clear();
-  reservations_.clear();
-  retiring_.clear();
-  escaped_.clear();
-  failures_.clear();
-  {
-    const Unlocked unlocked(*this, lock);
-    for (Release& each : releases) {
-      backend_->release(std::move(each.block), std::move(each.after));
-    }
-    arrivals.clear();
-    reservations.clear();
-    trash.objects.clear();
-    trash.materializations.clear();
+  auto arrivals = std::exchange(arrivals_, {});
+  auto reservations = std::exchange(reservations_, {});
+  auto retiring = std::exchange(retiring_, {});
+  auto escaped = std::exchange(escaped_, {});
+  auto failures = std::exchange(failures_, {});
+  const Unlocked unlocked(*this, lock);
+  for (Release& each : releases) {
+    backend_->release(std::move(each.block), std::move(each.after));
   }
+  arrivals.clear();
+  retiring.clear();
+  reservations.clear();
+  trash.objects.clear();
+  trash.materializations.clear();
+  backend_->close(wait);
 }
 
 // --- Audit
@@ -904,8 +924,11 @@ void ManagerState::audit() {
     recount[each.location].retiring += each.bytes;
   }
   for (const Arrival& each : arrivals_) {
-    if (each.departing && !each.escape_watch) {
-      recount[each.from].retiring += each.departing->charge;
+    if (each.departing) {
+      num_ranges += each.departing->ranges ? each.departing->ranges->size() : 0;
+      if (!each.escape_watch) {
+        recount[each.from].retiring += each.departing->charge;
+      }
     }
   }
   for (const auto& [number, open] : reservations_) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -47,9 +48,10 @@ struct LeaseState {
   Location location;
   Access access = Access::kRead;
   PlanReport transitions;
-  std::mutex mutex;  // guards streams, views and blocks; never held while taking the manager's
+  std::mutex
+      mutex;  // guards views and blocks; neither it nor the manager's is taken inside the other
   std::atomic<std::size_t> next_view{0};  // readers mostly go through a lease in its order
-  std::vector<Stream> streams;
+  std::vector<Stream> streams;            // guarded by the manager's mutex
   std::atomic<bool> ended{false};
 };
 
@@ -107,6 +109,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] Handle adopt(BlockPtr block, const ValueSpec& spec, ValueType type);
   [[nodiscard]] BlockPtr take(const Handle& handle, std::optional<Location> at);
   std::size_t forget_discarded();
+  [[nodiscard]] ValueSpec spec(const Handle& handle);
 
   // Actions and plans (actions.cpp, execute.cpp)
   ActionReport apply(const ResidencyAction& action, const ActionOptions& options);
@@ -158,6 +161,8 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   class Unlocked;
   /// The right to change one value. Taken and given back under the mutex.
   class Turn;
+  /// The same for several values at once.
+  class Turns;
   struct Waiter {
     std::condition_variable granted_changed;
     bool granted = false;
@@ -229,7 +234,6 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] ValueRecord& resolve(const Handle& handle) const;
   [[nodiscard]] ValueRecord* take_turn(Lock& lock, const Handle& handle);
   void end_turn(ValueRecord& record) noexcept;
-  void wait_until_idle(Lock& lock, const Handle& handle);
   void wait_on(Lock& lock, const std::vector<FencePtr>& fences);
   [[nodiscard]] std::vector<FencePtr> fences_to_wait_for(const ValueRecord* record,
                                                          const Verdict& verdict) const;
@@ -247,8 +251,23 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   ActionReport carry_out(Lock& lock, Trash& trash, ValueRecord& record, const Handle& handle,
                          const Verdict& verdict, const ActionOptions& options,
                          TransitionRecord& entry, const PlanName& plan);
-  Made make(ValueRecord& record, const Handle& handle, const Verdict& verdict,
-            const ActionOptions& options);
+  /// What an action works on, as it was when the action began.
+  struct Inputs {
+    BlockPtr source;
+    FencePtr source_ready;
+    BlockPtr overwrite;
+    std::vector<FencePtr> overwrite_after;
+    BlockPtr given_up;
+    bool given_up_is_read = false;
+  };
+  [[nodiscard]] Inputs collect_inputs(const ValueRecord& record, const Verdict& verdict) const;
+  [[nodiscard]] BlockPtr reconstruct(const ValueRecord& record, const Handle& handle, Location at);
+  [[nodiscard]] Made make(const ValueRecord& record, const Handle& handle, const Verdict& verdict,
+                          const ActionOptions& options, const Inputs& inputs);
+  void unmake(Made& made, BlockPtr block);
+  [[nodiscard]] static Verdict would_block(Verdict verdict);
+  void register_ranges(const Materialization& materialization);
+  void unregister_ranges(const Materialization& materialization);
   ActionReport carry_out_discard(Lock& lock, Trash& trash, ValueRecord& record,
                                  const Handle& handle, TransitionRecord& entry,
                                  const PlanName& plan);
@@ -260,10 +279,12 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
     Verdict verdict;
   };
   [[nodiscard]] Simulated simulate(World& world, Phase phase,
-                                   std::span<const ResidencyAction> actions, Explanation* out);
-  [[nodiscard]] Simulated simulate(World& world, const ResidencyPlan& plan, Explanation* out);
+                                   std::span<const ResidencyAction> actions, Explanation* out,
+                                   bool may_block);
+  [[nodiscard]] Simulated simulate(World& world, const ResidencyPlan& plan, Explanation* out,
+                                   bool may_block);
   [[nodiscard]] Simulated simulate_reservations(World& world, const ResidencyPlan& plan,
-                                                Explanation* out);
+                                                Explanation* out, bool may_block);
   [[noreturn]] void throw_plan_error(const std::string& plan, const Simulated& failed,
                                      const std::string& what);
   void check_version(const std::string& plan, std::optional<std::uint64_t> expected) const;
@@ -272,6 +293,8 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
     OnFailure on_failure = OnFailure::kKeep;
     bool may_block = true;
     std::span<const Stream> streams;
+    /// Called once an action has failed, before anything is undone.
+    std::function<void()> when_failed = {};
   };
   void run_phase(PlanReport& report, std::span<const ResidencyAction> actions, Phase phase,
                  const PlanName& plan, const RunOptions& options, std::size_t rollback_from);
@@ -283,10 +306,12 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
 
   [[nodiscard]] std::unique_ptr<LeaseState> protect_for_lease(Lock& lock, Trash& trash,
                                                               std::span<const Handle> handles,
-                                                              Location at, Access access);
+                                                              Location at, Access access,
+                                                              Turns& turns);
   void end_protection(LeaseState& lease);
-  [[nodiscard]] std::vector<ValueRecord*> resolve_all(Lock& lock, std::span<const Handle> handles,
-                                                      std::vector<Handle>& unique);
+  [[nodiscard]] std::vector<ValueRecord*> resolve_all(Lock& lock, Trash& trash,
+                                                      std::span<const Handle> handles,
+                                                      std::vector<Handle>& unique, Turns& turns);
 
   /// What the leases that a close ends still use, with the streams that use it.
   struct CutShort {
@@ -295,7 +320,8 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   };
   [[nodiscard]] std::vector<CutShort> leases_cut_short() const;
   void record_last_uses(Lock& lock, const std::vector<CutShort>& leases) noexcept;
-  void tear_down(Lock& lock) noexcept;
+  void tear_down(Lock& lock, bool wait) noexcept;
+  [[nodiscard]] bool is_forked() const noexcept;
 
   const ManagerId id_;
   const ManagerOptions options_;
@@ -315,7 +341,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   std::deque<Arrival> arrivals_;
   std::deque<Retiring> retiring_;
   std::vector<Escaped> escaped_;
-  std::unordered_map<std::int64_t, Failure> failures_;
+  std::unordered_map<std::int64_t, std::deque<Failure>> failures_;  // told oldest first
   std::unordered_map<ValueRecord*, std::deque<Waiter*>> waiters_;
   std::map<std::uint64_t, OpenReservation> reservations_;
   std::uint64_t next_reservation_ = 1;
@@ -333,6 +359,10 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
 
 /// Counts forks that this process is the child of.
 [[nodiscard]] std::uint64_t fork_generation() noexcept;
+
+inline bool ManagerState::is_forked() const noexcept {
+  return fork_generation_ != residency::fork_generation();
+}
 
 class ManagerState::Unlocked {
  public:
@@ -368,6 +398,36 @@ class ManagerState::Turn {
  private:
   ManagerState& state_;
   ValueRecord* record_;
+};
+
+/// Whoever waits for a second turn while it has one waits in the order of handles, so that no two
+/// calls wait for each other.
+class ManagerState::Turns {
+ public:
+  explicit Turns(ManagerState& state) noexcept : state_(state) {}
+  Turns(const Turns&) = delete;
+  Turns& operator=(const Turns&) = delete;
+  ~Turns() { end(); }
+
+  /// Takes over a turn that was taken.
+  void add(ValueRecord* record) { records_.push_back(record); }
+  /// Takes the turn of a record that nobody has, or that is among these.
+  void take_idle(ValueRecord& record) {
+    if (!record.busy) {
+      records_.push_back(&record);
+      record.busy = true;
+    }
+  }
+  void end() noexcept {
+    for (ValueRecord* record : records_) {
+      state_.end_turn(*record);
+    }
+    records_.clear();
+  }
+
+ private:
+  ManagerState& state_;
+  std::vector<ValueRecord*> records_;
 };
 
 }  // namespace residency

@@ -172,8 +172,16 @@ class Plan {
 
   // Steps of an action, in order. Each does nothing once a step before it has refused.
 
+  /// A move that can still fail may bring its source back, where this action makes a copy too.
+  void wait_for_departures() {
+    for (const Residence& each : value_.residences) {
+      verdict_.waits |= each.uncertain && each.replaces;
+    }
+  }
+
   void copy(const Residence& source, Location to) {
     verdict_.source = source.location;
+    wait_for_departures();
     if (value_.record->write_leased) {
       refuse_protected(source);
       return;
@@ -201,7 +209,8 @@ class Plan {
     verdict_.reason = Reason::kRefreshed;
     verdict_.bytes = target.charge;
     // A copy out of the target that is still under way must not see the new bytes.
-    verdict_.waits |= source->uncertain || target.read_by_copy;
+    verdict_.waits |= source->uncertain || target.uncertain || target.read_by_copy;
+    wait_for_departures();
     add({.kind = TransitionKind::kRefresh, .from = source->location, .to = target.location});
   }
 
@@ -210,6 +219,7 @@ class Plan {
       refuse(Reason::kNothingToCopy);
       return;
     }
+    wait_for_departures();
     const Location at = value_.record->source_location;
     const Backend& backend = world_.backend();
     verdict_.source = at;
@@ -304,7 +314,10 @@ class Plan {
         refuse(Reason::kOverBudget);
         return;
       }
-      verdict_.waits |= lacking > Bytes();
+      if (lacking > Bytes()) {
+        verdict_.waits = true;
+        verdict_.shortfall = account.shortfall(each.charge);
+      }
     }
   }
 
@@ -357,6 +370,7 @@ Verdict plan_reservation(World& world, Location location, Bytes nbytes) {
     return verdict;
   }
   verdict.waits = lacking > Bytes();
+  verdict.shortfall = verdict.waits ? account.shortfall(nbytes) : Shortfall();
   return verdict;
 }
 

@@ -36,6 +36,7 @@ struct alignas(64) Materialization {
   Location location;
   bool stale = false;
   bool fails_later = false;  ///< arriving on a path that can fail after it was enqueued
+  bool replaces = false;     ///< arriving by a move: its source comes back if it fails
   bool in_slot = false;      ///< it stands in its record instead of the heap
   std::uint32_t num_leases = 0;
   std::uint32_t num_holds = 0;

@@ -81,13 +81,14 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
   BlockPtr taken;
   std::vector<Release> releases;
   Lock lock(mutex_);
+  check_open();
+  ValueRecord* record = take_turn(lock, handle);
+  if (record == nullptr) {
+    (void)resolve(handle);  // throws
+  }
+  const Turn turn(*this, record);
   while (true) {
     check_open();
-    ValueRecord* record = take_turn(lock, handle);
-    if (record == nullptr) {
-      (void)resolve(handle);  // throws
-    }
-    const Turn turn(*this, record);
     settle(trash, record);
     throw_failure_of(*record, handle);
     if (at) {
@@ -168,6 +169,13 @@ std::size_t ManagerState::forget_discarded() {
     ++version_;
   }
   return discarded.size();
+}
+
+ValueSpec ManagerState::spec(const Handle& handle) {
+  check_not_loading();
+  const Lock lock(mutex_);
+  check_open();
+  return resolve(handle).spec;
 }
 
 }  // namespace residency

@@ -27,6 +27,7 @@ void World::read(const Handle& handle, ValueView& view) const {
     residence.location = each->location;
     residence.stale = each->stale;
     residence.uncertain = each->is_uncertain();
+    residence.replaces = each->replaces;
     residence.read_by_copy = each->num_pending_readers() != 0;
     residence.num_leases = each->num_leases;
     residence.num_holds = each->num_holds + found.record->num_pins;
@@ -131,10 +132,6 @@ void World::reserve(Location location, Bytes nbytes) {
   account.reserve(nbytes);
 }
 
-void World::unreserve(Location location, Bytes nbytes) {
-  overlaid(location).reserved -= nbytes;
-}
-
 void World::apply(const Handle& handle, const Verdict& verdict) {
   if (verdict.no_op()) {
     // Untouched state, but its locations belong to the prediction all the same.
@@ -222,6 +219,9 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
           Residence* given_up = view.find(each.from);
           // The source of a transfer that can still fail is kept whole until it has succeeded.
           const bool departs = in_flight && read_from == each.from;
+          if (departs) {
+            view.find(*verdict.destination)->replaces = true;
+          }
           give_up(*given_up, each.escapes, departs || retires(*given_up));
           view.residences.erase(given_up);
         }

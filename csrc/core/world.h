@@ -16,6 +16,7 @@ struct Residence {
   Location location;
   bool stale = false;
   bool uncertain = false;     ///< an arrival that may still fail
+  bool replaces = false;      ///< it came by a move whose source comes back if it fails
   bool read_by_copy = false;  ///< a copy that completes on a worker reads it
   std::uint32_t num_leases = 0;
   std::uint32_t num_holds = 0;
@@ -76,8 +77,6 @@ class World {
   void apply(const Handle& handle, const Verdict& verdict);
   /// Simulates a reservation that was found to fit.
   void reserve(Location location, Bytes nbytes);
-  /// Simulates the end of a reservation.
-  void unreserve(Location location, Bytes nbytes);
 
   /// Accounts that the simulation has touched, in the order of first touch.
   [[nodiscard]] const std::vector<Account>& touched() const noexcept { return accounts_; }

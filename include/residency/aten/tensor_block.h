@@ -26,7 +26,8 @@ class TensorView;
 /// Either *packed* (all storages in one allocation, see Note [Packs]) or *adopted* (the storages
 /// that the caller made). Its tensors are shallow copies that share the version counters of the
 /// storages, so that later changes to the metadata of somebody else's tensor do not reach them.
-/// For one block from one thread at a time, except `is_shared`, which any thread may call.
+/// For one block from one thread at a time, except `is_shared` and what begins and ends accesses
+/// (several leases may read one block), which any thread may call.
 class RESIDENCY_API TensorBlock final : public Block,
                                         public std::enable_shared_from_this<TensorBlock> {
  public:
@@ -101,6 +102,10 @@ class RESIDENCY_API TensorBlock final : public Block,
 
  private:
   void enter_storages();
+  void note_contents(bool checksum);
+  /// Held for some nanoseconds, or while bytes are compared (debug). A mutex would be a tenth of the
+  /// cost of a lease.
+  class KnownContentsGuard;
   [[nodiscard]] std::vector<std::uint64_t> stamps() const;
 
   std::shared_ptr<const TensorLayout> layout_;
@@ -108,6 +113,7 @@ class RESIDENCY_API TensorBlock final : public Block,
   bool packed_;
   std::vector<at::Tensor> tensors_;
   std::vector<StorageEntry> storages_;
+  std::atomic_flag known_contents_busy_;       // guards the next two
   std::vector<std::uint32_t> known_versions_;  // by field
   std::vector<std::uint64_t> known_stamps_;    // by storage; empty when not known
   std::atomic<std::uint32_t> num_views_{0};

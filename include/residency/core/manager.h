@@ -119,6 +119,8 @@ class RESIDENCY_API Manager {
   /// Forgets discarded values; they cost nothing afterwards. Returns how many.
   std::size_t forget_discarded();
 
+  /// What the value was registered with.
+  [[nodiscard]] ValueSpec spec(const Handle& handle) const;
   [[nodiscard]] std::vector<Location> locations() const;
   [[nodiscard]] Snapshot snapshot() const;
   /// The newest `limit` transitions, oldest first.
