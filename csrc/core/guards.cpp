@@ -452,6 +452,13 @@ void ManagerState::release(LeaseState& lease, bool wait) {
   }
 }
 
+void ManagerState::keep(std::unique_ptr<LeaseState> lease) noexcept {
+  const Lock lock(mutex_);
+  if (!closed()) {
+    orphans_.push_back(std::move(lease));
+  }
+}
+
 // --- Holds
 
 Hold ManagerState::hold(std::span<const Handle> handles, Location at) {
@@ -594,10 +601,11 @@ void abandon(State* state, const std::string& what) noexcept {
       state->manager->release(*state);
     }
     warn(what + " was destroyed while active; it has been released. Release it explicitly");
-  } catch (const std::exception& error) {
-    warn(what + " was destroyed while active; it has been released. " + error.what());
   } catch (...) {
-    warn(what + " was destroyed while active; it has been released");
+    warn(what + " was destroyed while active; " +
+         (state->ended.load() ? "it has been released: "
+                              : "it could not be released and is kept until the manager closes: ") +
+         describe(std::current_exception()));
   }
 }
 
@@ -613,6 +621,10 @@ Lease::~Lease() {
   if (active()) {
     abandon(state_.get(), fmt::format("a lease of {} value(s) at {}", state_->handles.size(),
                                       to_string(state_->location)));
+  }
+  if (active()) {
+    const std::shared_ptr<ManagerState> manager = state_->manager;
+    manager->keep(std::move(state_));
   }
 }
 std::span<const Handle> Lease::handles() const noexcept {

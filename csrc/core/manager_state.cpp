@@ -859,7 +859,9 @@ void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
   auto retiring = std::exchange(retiring_, {});
   auto escaped = std::exchange(escaped_, {});
   auto failures = std::exchange(failures_, {});
+  auto orphans = std::exchange(orphans_, {});
   const Unlocked unlocked(*this, lock);
+  orphans.clear();  // and their views, before the blocks
   for (Release& each : releases) {
     backend_->release(std::move(each.block), std::move(each.after));
   }

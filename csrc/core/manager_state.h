@@ -130,6 +130,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] View& view(LeaseState& lease, const Handle& handle);
   void add_stream(LeaseState& lease, const Stream& stream);
   void release(LeaseState& lease, bool wait);
+  void keep(std::unique_ptr<LeaseState> lease) noexcept;
   [[nodiscard]] Hold hold(std::span<const Handle> handles, Location at);
   void release(HoldState& hold);
   [[nodiscard]] Reservation reserve(MemoryReservation reservation, bool require_physical,
@@ -349,6 +350,9 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   std::uint32_t num_unlocked_ = 0;
   std::condition_variable all_locked_;
   std::unordered_set<LeaseState*> leases_;  // active ones
+  /// Destroyed while active, and the backend could not say when their uses end: what they lease
+  /// stays protected until the manager closes.
+  std::vector<std::unique_ptr<LeaseState>> orphans_;
   std::uint32_t num_leases_ = 0;
   std::uint32_t num_holds_ = 0;
   std::uint32_t num_scopes_ = 0;
