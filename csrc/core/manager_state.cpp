@@ -444,6 +444,7 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
   }
   if (arrival.departing) {
     arrival.departing->block = arrival.fence->take_retained();
+    unregister_ranges(*arrival.departing);  // attaching registers them
     attach(*record, std::move(arrival.departing));
   }
   record->has_failure = true;
@@ -508,7 +509,10 @@ void ManagerState::register_ranges(const Materialization& materialization) {
 void ManagerState::unregister_ranges(const Materialization& materialization) {
   if (materialization.ranges) {
     for (const AddressRange& range : *materialization.ranges) {
-      managed_ranges_.erase(range.begin);
+      const auto [first, last] = managed_ranges_.equal_range(range.begin);
+      const auto found =
+          std::find_if(first, last, [&](const auto& each) { return each.second == range.end; });
+      managed_ranges_.erase(found);
     }
   }
 }

@@ -338,7 +338,9 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   Ledger ledger_;
   World present_;  // plans direct calls: nothing is ever simulated in it
   Trace trace_;
-  std::map<std::uintptr_t, std::uintptr_t> managed_ranges_;  // begin -> end
+  // begin -> end. What a transfer has freed may be allocated again before it is settled: then two
+  // begin at the same address for a moment.
+  std::multimap<std::uintptr_t, std::uintptr_t> managed_ranges_;
   std::deque<Arrival> arrivals_;
   std::deque<Retiring> retiring_;
   std::vector<Escaped> escaped_;

@@ -1,7 +1,5 @@
 // The torch backend, in host memory and in files, passes the suite that every backend passes.
 
-#include "tests/conformance/backend_conformance.h"
-
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -12,6 +10,7 @@
 #include "fixture.h"
 #include "residency/aten/tensor_block.h"
 #include "residency/aten/torch_backend.h"
+#include "tests/conformance/backend_conformance.h"
 
 namespace residency::conformance {
 namespace {
@@ -31,7 +30,8 @@ struct TorchHarness {
   TorchHarness() {
     ManagerOptions options;
     for (const char* name : {"a", "b"}) {
-      options.disks.push_back({.name = name, .directory = directory.path(), .budget = std::nullopt});
+      options.disks.push_back(
+          {.name = name, .directory = directory.path(), .budget = std::nullopt});
     }
     torch.open(ManagerId{900000}, options);
   }
@@ -69,8 +69,8 @@ struct TorchHarness {
     return made;
   }
   static ValueSpec spec(std::int64_t nbytes) {
-    return spec_of(TensorResident({{"data", tensor(nbytes, 0)}}).layout(),
-                   ReplicaMode::kReplicable, Recoverability::kMustPreserve, Mutability::kMutable);
+    return spec_of(TensorResident({{"data", tensor(nbytes, 0)}}).layout(), ReplicaMode::kReplicable,
+                   Recoverability::kMustPreserve, Mutability::kMutable);
   }
   static BlockPtr make(Location, const ValueSpec& spec, std::uint64_t seed) {
     return TensorBlock::adopt(TensorResident({{"data", tensor(spec.storage_bytes.count(), seed)}}));
@@ -83,7 +83,8 @@ struct TorchHarness {
     dynamic_cast<TensorBlock&>(block).tensors()["data"].fill_(static_cast<std::int64_t>(seed));
   }
   static std::shared_ptr<void> share(Block& block) {
-    return std::make_shared<TensorResident>(dynamic_cast<TensorBlock&>(block).tensors());
+    return std::make_shared<c10::Storage>(
+        dynamic_cast<TensorBlock&>(block).tensors()["data"].storage());
   }
   /// The files, rounded as their file system rounds.
   std::optional<Bytes> measured(Location location) {

@@ -163,7 +163,8 @@ TYPED_TEST_P(BackendConformance, FailsLaterOnlyOnPathsThatCan) {
     try {
       result = this->copy(spec, source, to);
     } catch (const std::exception&) {
-      EXPECT_TRUE(can_fail_later(this->backend().path(from, to))) << "it is not a transfer to break";
+      EXPECT_TRUE(can_fail_later(this->backend().path(from, to)))
+          << "it is not a transfer to break";
     }
     if (result) {
       const bool fails = can_fail_later(result->path);
@@ -249,8 +250,8 @@ TYPED_TEST_P(BackendConformance, OverwriteWaitsForWhoeverReadsTheOldBytes) {
 }
 
 TYPED_TEST_P(BackendConformance, OccupiedBytesAreConstantAndCoverTheStorage) {
-  for (const std::int64_t nbytes : {std::int64_t{0}, std::int64_t{1}, std::int64_t{1000},
-                                    std::int64_t{5000}}) {
+  for (const std::int64_t nbytes :
+       {std::int64_t{0}, std::int64_t{1}, std::int64_t{1000}, std::int64_t{5000}}) {
     const ValueSpec spec = this->harness.spec(nbytes);
     for (const Location location : this->harness.locations()) {
       const Bytes occupied = this->backend().occupied_bytes(spec, location);
@@ -478,22 +479,17 @@ TYPED_TEST_P(BackendConformance, SaysWhichLocationsExist) {
   }
 }
 
-REGISTER_TYPED_TEST_SUITE_P(BackendConformance, CopiesPreserveTheBytesAndLeaveTheSource,
-                            TakesThePathThatItAnnounced, FailsLaterOnlyOnPathsThatCan,
-                            CopyBehindAnotherReadsWhatThatOneBrought,
-                            OverwriteKeepsTheBlockAndReplacesTheBytes,
-                            OverwriteWaitsForWhoeverReadsTheOldBytes,
-                            OccupiedBytesAreConstantAndCoverTheStorage, BlocksOccupyWhatWasAnnounced,
-                            AddressesOfLiveBlocksAreDisjoint, ZeroBytesHaveNoAddressesAndTravel,
-                            ReconstructGivesWhatTheSourceLoads,
-                            ReconstructRefusesNothingAndTheWrongPlace,
-                            ReconstructPassesOnWhatTheSourceThrows,
-                            ReconstructNeverGivesABlockThatTheSourceShares,
-                            ReleaseKeepsTheBlockUntilItsUsersHaveFinished,
-                            ReleaseWithoutUsersFreesAtOnce,
-                            ReferenceOutsideMakesABlockSharedUntilItEnds,
-                            EscapeIsDoneWhenTheLastReferenceHasGone, OpenViewIsNoReferenceOutside,
-                            UndeclaredWriteIsNoticedOnce, DeclaredWriteBecomesTheKnownContents,
-                            SaysWhichLocationsExist);
+REGISTER_TYPED_TEST_SUITE_P(
+    BackendConformance, CopiesPreserveTheBytesAndLeaveTheSource, TakesThePathThatItAnnounced,
+    FailsLaterOnlyOnPathsThatCan, CopyBehindAnotherReadsWhatThatOneBrought,
+    OverwriteKeepsTheBlockAndReplacesTheBytes, OverwriteWaitsForWhoeverReadsTheOldBytes,
+    OccupiedBytesAreConstantAndCoverTheStorage, BlocksOccupyWhatWasAnnounced,
+    AddressesOfLiveBlocksAreDisjoint, ZeroBytesHaveNoAddressesAndTravel,
+    ReconstructGivesWhatTheSourceLoads, ReconstructRefusesNothingAndTheWrongPlace,
+    ReconstructPassesOnWhatTheSourceThrows, ReconstructNeverGivesABlockThatTheSourceShares,
+    ReleaseKeepsTheBlockUntilItsUsersHaveFinished, ReleaseWithoutUsersFreesAtOnce,
+    ReferenceOutsideMakesABlockSharedUntilItEnds, EscapeIsDoneWhenTheLastReferenceHasGone,
+    OpenViewIsNoReferenceOutside, UndeclaredWriteIsNoticedOnce,
+    DeclaredWriteBecomesTheKnownContents, SaysWhichLocationsExist);
 
 }  // namespace residency::conformance

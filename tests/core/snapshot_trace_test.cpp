@@ -85,8 +85,8 @@ TEST_F(PeakTest, ResetChangesNeitherStateNorVersion) {
 
 TEST_F(SnapshotTest, SaysWhatIsKnownOfAValue) {
   start();
-  const auto spec = make_spec({{"weight", 100}, {"tied", 60}}, 60, kReplicable, kMustPreserve,
-                              kMutable);
+  const auto spec =
+      make_spec({{"weight", 100}, {"tied", 60}}, 60, kReplicable, kMustPreserve, kMutable);
   const Handle handle = manager->adopt(backend->make_block(kPageable, spec, 1), spec);
   const Snapshot snapshot = manager->snapshot();
   EXPECT_EQ(snapshot.manager, manager->id());
@@ -360,14 +360,16 @@ TEST_F(VersionTest, DoesNotRiseOnReading) {
 
 TEST_F(VersionTest, DoesNotRiseWhenFencesComplete) {
   start();
-  const Handle handle = adopt(kPageable, 100);
-  manager->move(handle, kCuda0);
-  Lease lease = acquire(handle, kCuda0);
-  backend->launch_read({kCuda0, 0}, block(lease, handle), seeds[handle]);
+  const Handle staged = adopt(kPageable, 100);
+  const Handle direct = adopt(kPinned, 100);
+  manager->ensure(direct, kCuda0);
+  Lease lease = acquire(direct, kCuda0);
+  backend->launch_read({kCuda0, 0}, block(lease, direct), seeds[direct]);
   lease.release();
+  manager->move(staged, kCuda1);
   const auto version = manager->state_version();
   backend->complete_all();
-  (void)manager->snapshot();
+  EXPECT_EQ(account(kPageable).retiring, Bytes()) << "it was noticed";
   manager->synchronize();
   EXPECT_EQ(manager->state_version(), version);
 }

@@ -30,8 +30,8 @@ constexpr int kNumOperations = 8000;
 
 std::uint64_t chosen_seed() {
   const char* given = std::getenv("RESIDENCY_SEED");
-  const std::uint64_t seed = given != nullptr ? std::strtoull(given, nullptr, 0)
-                                              : std::random_device{}();
+  const std::uint64_t seed =
+      given != nullptr ? std::strtoull(given, nullptr, 0) : std::random_device{}();
   std::printf("RESIDENCY_SEED=%llu\n", static_cast<unsigned long long>(seed));
   return seed;
 }
@@ -425,9 +425,8 @@ class Stress {
         break;
       }
       case 17: {
-        Reservation reservation =
-            manager_->reserve({any_place(random), Bytes(static_cast<std::int64_t>(random() % 4096)),
-                               "headroom"});
+        Reservation reservation = manager_->reserve(
+            {any_place(random), Bytes(static_cast<std::int64_t>(random() % 4096)), "headroom"});
         reservation.release();
         break;
       }
@@ -436,8 +435,8 @@ class Stress {
                                     MoveResident{pool_.pick(random).handle, any_place(random)},
                                     DropResident{handle, any_place(random)}};
         (void)manager_->explain(actions);
-        manager_->execute(actions, {.on_failure = random() % 2 == 0 ? OnFailure::kRollback
-                                                                    : OnFailure::kKeep});
+        manager_->execute(
+            actions, {.on_failure = random() % 2 == 0 ? OnFailure::kRollback : OnFailure::kKeep});
         break;
       }
       case 19:
@@ -463,10 +462,11 @@ class Stress {
         break;
       }
       case 22:
-        manager_->set_budget(any_place(random),
-                             random() % 4 == 0 ? std::nullopt
-                                               : std::optional(Bytes(static_cast<std::int64_t>(
-                                                     6000 + random() % 20000))));
+        manager_->set_budget(
+            any_place(random),
+            random() % 4 == 0
+                ? std::nullopt
+                : std::optional(Bytes(static_cast<std::int64_t>(6000 + random() % 20000))));
         break;
       default:
         if (random() % 16 == 0) {

@@ -108,13 +108,18 @@ class ThreadsTest : public ManagerTest {
            (void)m.register_source(std::make_shared<FakeSource>(backend, kPageable, spec, 1), spec);
          }},
         {"adopt",
-         [&m, this] { (void)m.adopt(backend->make_block(kPageable, make_spec(8), 1), make_spec(8)); }},
+         [&m, this] {
+           (void)m.adopt(backend->make_block(kPageable, make_spec(8), 1), make_spec(8));
+         }},
         {"take", [&m, handle] { (void)m.take(handle); }},
         {"ensure", [&m, handle] { m.ensure(handle, kPinned); }},
         {"move", [&m, handle] { m.move(handle, kPinned); }},
         {"drop", [&m, handle] { m.drop(handle, kPinned); }},
         {"discard", [&m, handle] { m.discard(handle); }},
-        {"apply", [&m, handle] { m.apply(EnsureResident{handle, kPinned}); }},
+        {"apply",
+         [&m, handle] {
+           m.apply(EnsureResident{handle, kPinned});
+         }},
         {"execute", [&m, plan] { m.execute(plan.enter()); }},
         {"explain a plan", [&m, plan] { (void)m.explain(plan); }},
         {"explain actions", [&m, plan] { (void)m.explain(plan.enter()); }},
@@ -123,7 +128,10 @@ class ThreadsTest : public ManagerTest {
         {"acquire", [&m, one] { m.acquire(one, kPageable).release(); }},
         {"borrow", [&m, one] { m.borrow(one, kPinned).release(); }},
         {"hold", [&m, one] { m.hold(one, kPageable).release(); }},
-        {"reserve", [&m] { m.reserve({kPageable, 1_B, "label"}).release(); }},
+        {"reserve",
+         [&m] {
+           m.reserve({kPageable, 1_B, "label"}).release();
+         }},
         {"set_budget", [&m] { m.set_budget(kCuda1, 1_B); }},
         {"reset_peaks", [&m] { m.reset_peaks(); }},
         {"forget_discarded", [&m] { (void)m.forget_discarded(); }},
@@ -369,7 +377,7 @@ TEST_F(ThreadsTest, GuardsOfAValueWaitForTheActionUnderWay) {
   EXPECT_NO_THROW(holding.finish());
   loading.finish();
   // Whether the guards had ended by then is another question.
-  EXPECT_NO_THROW(try { moving.finish(); } catch (const InUseError&) {});
+  EXPECT_NO_THROW(try { moving.finish(); } catch (const InUseError&){});
 }
 
 TEST_F(ThreadsTest, GuardsOfSeveralValuesInAnyOrderDoNotWaitForEachOther) {
@@ -667,8 +675,8 @@ TEST_F(CloseTest, ForceEndsEverythingAndLaterReleasesDoNothing) {
   backend->launch_read({kCuda0, 0}, block(lease, handle), seeds[handle]);
   Hold held = hold(handle, kPinned);
   Reservation reservation = manager->reserve({kCuda0, 10_B, "headroom"});
-  Scope scope = manager->scope(
-      ResidencyPlan("a plan", {}, {EnsureResident{handle, kCuda1}}, {{kPinned, 5_B, "of the plan"}}));
+  Scope scope = manager->scope(ResidencyPlan("a plan", {}, {EnsureResident{handle, kCuda1}},
+                                             {{kPinned, 5_B, "of the plan"}}));
   scope.enter();
   backend->allow_views_to_outlive_blocks();
   manager->close(true, true);
@@ -920,7 +928,8 @@ TEST_F(ForkTest, ManagerMadeInTheChildWorksThere) {
   const int code = in_child([&] {
     const auto own = std::make_shared<FakeBackend>();
     const auto made = Manager::create({}, own);
-    const Handle handle = made->adopt(own->make_block(kPageable, make_spec(100), 1), make_spec(100));
+    const Handle handle =
+        made->adopt(own->make_block(kPageable, make_spec(100), 1), make_spec(100));
     made->ensure(handle, kCuda0);
     made->drop(handle, kPageable);
     made->close();
@@ -963,8 +972,7 @@ void leave_static_objects() {
   static std::shared_ptr<Scope> scope;
   const auto backend = std::make_shared<FakeBackend>();
   manager = Manager::create(
-      {.budgets = {},
-       .disks = {{.name = "nvme", .directory = "/nowhere", .budget = std::nullopt}}},
+      {.budgets = {}, .disks = {{.name = "nvme", .directory = "/nowhere", .budget = std::nullopt}}},
       backend);
   std::vector<Handle> handles;
   for (int i = 0; i < 3; ++i) {

@@ -1300,8 +1300,9 @@ bool FakeBackend::closed() const {
   return world_->closed;
 }
 
-void FakeBackend::probe_lock(const std::shared_ptr<Manager>& manager) {
-  auto probe = manager ? std::make_shared<LockProbe>(manager) : nullptr;
+void FakeBackend::probe_lock(const std::shared_ptr<Manager>& manager,
+                             std::chrono::milliseconds patience) {
+  auto probe = manager ? std::make_shared<LockProbe>(manager, patience) : nullptr;
   {
     const std::lock_guard guard(world_->probe_mutex);
     world_->lock_probe.swap(probe);

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -266,7 +267,8 @@ class FakeBackend : public Backend {
   /// From now on every call that must come without the manager's mutex (and every destruction of a
   /// block, wait on a fence and load) asks the manager something from another thread, and is a
   /// violation when no answer comes.
-  void probe_lock(const std::shared_ptr<Manager>& manager);
+  void probe_lock(const std::shared_ptr<Manager>& manager,
+                  std::chrono::milliseconds patience = std::chrono::seconds(20));
   void probe(std::string_view what) const;
 
  private:

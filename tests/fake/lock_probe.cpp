@@ -8,8 +8,8 @@
 
 namespace residency::fake {
 
-LockProbe::LockProbe(std::weak_ptr<Manager> manager)
-    : manager_(std::move(manager)), thread_([this] { run(); }) {}
+LockProbe::LockProbe(std::weak_ptr<Manager> manager, std::chrono::milliseconds patience)
+    : manager_(std::move(manager)), patience_(patience), thread_([this] { run(); }) {}
 
 LockProbe::~LockProbe() {
   {
@@ -34,7 +34,7 @@ bool LockProbe::answers() {
   asked_ = true;
   changed_.notify_all();
   // The system clock, because ThreadSanitizer does not know waits by the steady one.
-  return changed_.wait_until(lock, std::chrono::system_clock::now() + std::chrono::seconds(20),
+  return changed_.wait_until(lock, std::chrono::system_clock::now() + patience_,
                              [this] { return !asked_; });
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -19,17 +20,18 @@ namespace residency::fake {
 /// Thread-safe.
 class LockProbe {
  public:
-  explicit LockProbe(std::weak_ptr<Manager> manager);
+  LockProbe(std::weak_ptr<Manager> manager, std::chrono::milliseconds patience);
   ~LockProbe();
   LockProbe(const LockProbe&) = delete;
   LockProbe& operator=(const LockProbe&) = delete;
 
-  /// False when the manager did not answer within twenty seconds.
+  /// False when the manager did not answer within the time given.
   [[nodiscard]] bool answers();
 
  private:
   void run();
   std::weak_ptr<Manager> manager_;
+  std::chrono::milliseconds patience_;
   std::mutex turn_;
   std::mutex mutex_;
   std::condition_variable changed_;
