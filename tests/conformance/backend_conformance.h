@@ -45,7 +45,7 @@ class FunctionSource final : public Source {
 };
 
 template <class Harness>
-class BackendConformance : public testing::Test {
+class BackendConformance : public ::testing::Test {
  protected:
   static constexpr std::int64_t kBytes = 1000;
 
@@ -94,16 +94,16 @@ class BackendConformance : public testing::Test {
     backend().release(std::move(source), {});
     return std::move(result.block);
   }
-  testing::AssertionResult holds(const ValueSpec& spec, const BlockPtr& block, std::uint64_t seed) {
+  ::testing::AssertionResult holds(const ValueSpec& spec, const BlockPtr& block, std::uint64_t seed) {
     if (is_memory(block->location())) {
-      return harness.holds(*block, seed) ? testing::AssertionSuccess()
-                                         : testing::AssertionFailure() << "other bytes";
+      return harness.holds(*block, seed) ? ::testing::AssertionSuccess()
+                                         : ::testing::AssertionFailure() << "other bytes";
     }
     CopyResult read = copy(spec, block, harness.memory().front());
     EXPECT_EQ(finish(read), FenceStatus::kDone);
     const bool right = harness.holds(*read.block, seed);
     backend().release(std::move(read.block), {});
-    return right ? testing::AssertionSuccess() : testing::AssertionFailure() << "other bytes";
+    return right ? ::testing::AssertionSuccess() : ::testing::AssertionFailure() << "other bytes";
   }
   void give_back(std::vector<BlockPtr> blocks) {
     for (BlockPtr& block : blocks) {
