@@ -32,10 +32,11 @@ class Bytes {
   }
 
   constexpr Bytes& operator+=(Bytes other) {
-    if (__builtin_add_overflow(count_, other.count_, &count_)) {
-      count_ -= other.count_;  // wraps back: a failed sum leaves the value as it was
+    std::int64_t sum = 0;
+    if (__builtin_add_overflow(count_, other.count_, &sum)) {
       throw std::out_of_range("Bytes: the sum exceeds 2^63-1 bytes");
     }
+    count_ = sum;
     return *this;
   }
   constexpr Bytes& operator-=(Bytes other) {
