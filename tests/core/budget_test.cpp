@@ -103,8 +103,8 @@ TEST_F(BudgetTest, LackOfRetiringBytesAloneIsWaitedFor) {
   const auto explanation = manager->explain(actions);
   EXPECT_TRUE(explanation.feasible);
   EXPECT_TRUE(explanation.actions[0].verdict.waits);
-  const auto error = refused<BudgetError>(
-      [&] { manager->ensure(b, kPageable, {.may_block = false}); });
+  const auto error =
+      refused<BudgetError>([&] { manager->ensure(b, kPageable, {.may_block = false}); });
   EXPECT_EQ(error->shortfall.retiring, 128_B);
   const auto report = manager->ensure(b, kPageable);
   EXPECT_TRUE(report.record().waited);
@@ -219,8 +219,9 @@ TEST_F(ReservationTest, IsChargedUnderTheBudgetAndListedInOrder) {
   start();
   Reservation first = manager->reserve({kCuda0, 600_B, "first"});
   Reservation second = manager->reserve({kCuda0, 400_B, "second"});
-  const auto error =
-      refused<BudgetError>([&] { manager->reserve({kCuda0, 1_B, "third"}).release(); });
+  const auto error = refused<BudgetError>([&] {
+    manager->reserve({kCuda0, 1_B, "third"}).release();
+  });
   EXPECT_EQ(error->shortfall.reserved, 1000_B);
   const Snapshot snapshot = manager->snapshot();
   ASSERT_EQ(snapshot.reservations.size(), 2U);
@@ -263,8 +264,9 @@ TEST_F(ReservationTest, WhereNothingIsPhysicalItIsAccountingOnly) {
   EXPECT_FALSE(reservation.physical());
   EXPECT_FALSE(manager->snapshot().reservations[0].physical);
   reservation.release();
-  const auto error = refused<HeadroomError>(
-      [&] { manager->reserve({kPageable, 100_B, "host"}, /*require_physical=*/true).release(); });
+  const auto error = refused<HeadroomError>([&] {
+    manager->reserve({kPageable, 100_B, "host"}, /*require_physical=*/true).release();
+  });
   EXPECT_EQ(error->location, kPageable);
   EXPECT_EQ(error->requested, 100_B);
   EXPECT_EQ(account(kPageable).reserved, Bytes());

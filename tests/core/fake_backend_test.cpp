@@ -431,7 +431,8 @@ TEST_F(FakeTest, CallUnderTheManagersMutexIsSeen) {
   auto manager = Manager::create({}, probing);
   const auto source = std::make_shared<FakeSource>(probing, kPageable,
                                                    make_spec(8, kReplicable, kReconstructible), 1);
-  const Handle value = manager->register_source(source, make_spec(8, kReplicable, kReconstructible));
+  const Handle value =
+      manager->register_source(source, make_spec(8, kReplicable, kReconstructible));
   probing->probe_lock(manager, std::chrono::seconds(20));
   manager->ensure(value, kPageable);
   EXPECT_TRUE(violations.empty()) << "load and reconstruct come without the mutex";

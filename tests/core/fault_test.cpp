@@ -14,10 +14,10 @@
 namespace residency::test {
 namespace {
 
-constexpr auto kInjectable = {Call::kOpen,        Call::kCopy,          Call::kReconstruct,
-                              Call::kLoad,        Call::kWatchEscape,   Call::kBeginAccess,
-                              Call::kEndAccess,   Call::kOpenView,      Call::kCurrentStream,
-                              Call::kRecordUse,   Call::kMakeHeadroom};
+constexpr auto kInjectable = {Call::kOpen,      Call::kCopy,        Call::kReconstruct,
+                              Call::kLoad,      Call::kWatchEscape, Call::kBeginAccess,
+                              Call::kEndAccess, Call::kOpenView,    Call::kCurrentStream,
+                              Call::kRecordUse, Call::kMakeHeadroom};
 
 struct Value {
   Handle handle;
@@ -189,9 +189,7 @@ class Scenario {
     });
     step("acquire", [this] { read_.emplace(acquire(a_, kCuda1)); });
     step("view", [this] { (void)read_->view(a_.handle); });
-    step("use", [this] {
-      backend->launch_read({kCuda1, 0}, block(*read_, a_.handle), a_.seed);
-    });
+    step("use", [this] { backend->launch_read({kCuda1, 0}, block(*read_, a_.handle), a_.seed); });
     step("add stream", [this] { read_->add_stream({kCuda1, 3}); });
     step("use on the other stream", [this] {
       backend->launch_read({kCuda1, 3}, block(*read_, a_.handle), a_.seed);
@@ -246,11 +244,11 @@ class Scenario {
     step("give up what is shared", [this] { manager->move(e_.handle, kPageable, kPinned); });
     step("forget the alias", [this] { alias_.reset(); });
     step("scope", [this] {
-      const ResidencyPlan plan(
-          "scenario", {EnsureResident{a_.handle, kCuda0}, MoveResident{b_.handle, kCuda0}},
-          {MoveResident{b_.handle, kPinned}, DropResident{a_.handle, kCuda0}},
-          {{kCuda0, 2_KiB, "first"}, {kPageable, 100_B, "second"}},
-          {MoveResident{e_.handle, kDisk}, DropResident{s_.handle, kCuda1}});
+      const ResidencyPlan plan("scenario",
+                               {EnsureResident{a_.handle, kCuda0}, MoveResident{b_.handle, kCuda0}},
+                               {MoveResident{b_.handle, kPinned}, DropResident{a_.handle, kCuda0}},
+                               {{kCuda0, 2_KiB, "first"}, {kPageable, 100_B, "second"}},
+                               {MoveResident{e_.handle, kDisk}, DropResident{s_.handle, kCuda1}});
       ScopeOptions options;
       options.on_failure = on_failure_;
       manager->with(
@@ -441,10 +439,9 @@ TEST_P(FaultTest, EveryTransferFailsOnceAtItsCompletion) {
     std::map<Call, std::uint64_t> counts;
     run([](FakeBackend&) {}, nullptr, &counts);
     ASSERT_GT(counts[Call::kTransfer], 8U);
-    EXPECT_EQ(enumerate([](FakeBackend& backend, std::uint64_t n) {
-                backend.fail(Call::kTransfer, n);
-              }),
-              counts[Call::kTransfer] + 1);
+    EXPECT_EQ(
+        enumerate([](FakeBackend& backend, std::uint64_t n) { backend.fail(Call::kTransfer, n); }),
+        counts[Call::kTransfer] + 1);
     if (HasFailure()) {
       return;
     }

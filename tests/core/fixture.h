@@ -200,15 +200,16 @@ class ManagerTest : public testing::Test {
   [[nodiscard]] LocationSnapshot account(Location location) const {
     const Snapshot snapshot = manager->snapshot();
     const auto* found = snapshot.find(location);
-    return found != nullptr ? *found : LocationSnapshot{.location = location,
-                                                        .budget = std::nullopt,
-                                                        .used = {},
-                                                        .reserved = {},
-                                                        .retiring = {},
-                                                        .arriving = {},
-                                                        .escaped = {},
-                                                        .peak_used = {},
-                                                        .peak_charged = {}};
+    return found != nullptr ? *found
+                            : LocationSnapshot{.location = location,
+                                               .budget = std::nullopt,
+                                               .used = {},
+                                               .reserved = {},
+                                               .retiring = {},
+                                               .arriving = {},
+                                               .escaped = {},
+                                               .peak_used = {},
+                                               .peak_charged = {}};
   }
   [[nodiscard]] Bytes used(Location location) const { return account(location).used; }
 

@@ -405,8 +405,8 @@ TEST_F(WriteTest, NextReaderOnAnotherStreamSeesWhatWasWritten) {
   manager->ensure(a, kCuda0);
   backend->complete_all();
   const Handle handles[] = {a};
-  Lease writer = manager->acquire(
-      handles, kCuda0, {.access = Access::kWrite, .stream = Stream{kCuda0, 1}});
+  Lease writer =
+      manager->acquire(handles, kCuda0, {.access = Access::kWrite, .stream = Stream{kCuda0, 1}});
   writer.add_stream({kCuda0, 2});
   backend->launch_write({kCuda0, 2}, block(writer, a), seeds[a] = 504);
   writer.release();
@@ -429,8 +429,8 @@ TEST_F(WriteTest, WriterWaitsForReadersOnOtherStreams) {
   Lease reader = manager->acquire(handles, kCuda0, {.stream = Stream{kCuda0, 1}});
   backend->launch_read({kCuda0, 1}, block(reader, a), old);
   reader.release();
-  Lease writer = manager->acquire(
-      handles, kCuda0, {.access = Access::kWrite, .stream = Stream{kCuda0, 2}});
+  Lease writer =
+      manager->acquire(handles, kCuda0, {.access = Access::kWrite, .stream = Stream{kCuda0, 2}});
   backend->launch_write({kCuda0, 2}, block(writer, a), seeds[a] = 505);
   while (backend->complete_one()) {
   }
@@ -454,7 +454,8 @@ TEST_F(WriteTest, WrittenSourceBackedValueIsNotReloaded) {
 
 TEST_F(WriteTest, UndeclaredWriteIsReportedAtReleaseWhichEndsTheLeaseFirst) {
   start();
-  const auto spec = make_spec({{"weight", 64}, {"bias", 16}}, 0, kReplicable, kMustPreserve, kImmutable);
+  const auto spec =
+      make_spec({{"weight", 64}, {"bias", 16}}, 0, kReplicable, kMustPreserve, kImmutable);
   const Handle a = manager->adopt(backend->make_block(kPageable, spec, 1), spec);
   manager->ensure(a, kPinned);
   Lease lease = acquire(a, kPageable);
@@ -508,6 +509,18 @@ TEST_F(HoldTest, OfWhatIsNotThereIsUnavailable) {
   start();
   const Handle a = adopt(kPageable, 100);
   refused<UnavailableError>([&] { hold(a, kPinned).release(); });
+}
+
+TEST_F(HoldTest, OfAStaleOneIsUnavailable) {
+  start();
+  const Handle a = adopt(kPageable, 100, kReplicable, kMutable);
+  manager->ensure(a, kPinned);
+  Lease writer = acquire(a, kPageable, Access::kWrite);
+  block(writer, a).write(seeds[a] = 600);
+  writer.release();
+  refused<UnavailableError>([&] { hold(a, kPinned).release(); });
+  manager->ensure(a, kPinned);
+  hold(a, kPinned).release();
 }
 
 TEST_F(HoldTest, AtADiskIsAllowed) {

@@ -51,11 +51,11 @@ TEST_P(BadLocation, IsAnArgumentErrorThatShowsIt) {
 INSTANTIATE_TEST_SUITE_P(Texts, BadLocation,
                          testing::Values("", " ", "cuda", "cuda:", "cuda:-1", "cuda:01", " cuda:0",
                                          "cuda:0 ", "cuda:128", "cuda:+1", "cuda:1x", "cuda: 1",
-                                         "cuda:0x1", "cuda:99999999999999999999", "CUDA:0", "Cuda:0",
-                                         "cuda:0:0", "cpu:1", "cpu:", "cpu:00", "CPU", "disk",
-                                         "disk:", "disk:a/b", "disk:.hidden", "disk:-a", "disk:a b",
-                                         "disk:../x", "pinned", "pageable", "pinned-host ",
-                                         "pageable-host:0", "meta", "mps:0"));
+                                         "cuda:0x1", "cuda:99999999999999999999", "CUDA:0",
+                                         "Cuda:0", "cuda:0:0", "cpu:1", "cpu:", "cpu:00", "CPU",
+                                         "disk", "disk:", "disk:a/b", "disk:.hidden", "disk:-a",
+                                         "disk:a b", "disk:../x", "pinned", "pageable",
+                                         "pinned-host ", "pageable-host:0", "meta", "mps:0"));
 
 TEST(Location, NulInTheTextIsRefused) {
   EXPECT_THROW((void)Location::parse(std::string("cuda:0\0", 7)), std::invalid_argument);
@@ -81,11 +81,19 @@ TEST(Location, OrderIsKindThenIndexOrName) {
   // Interned in another order than sorted, which must not matter.
   const Location zebra = Location::disk("order-zebra");
   const Location apple = Location::disk("order-apple");
-  std::vector<Location> all = {zebra, Location::cuda(10), apple, Location::pinned_host(),
-                               Location::cuda(2), Location::pageable_host()};
+  std::vector<Location> all = {zebra,
+                               Location::cuda(10),
+                               apple,
+                               Location::pinned_host(),
+                               Location::cuda(2),
+                               Location::pageable_host()};
   std::sort(all.begin(), all.end());
-  const std::vector<Location> sorted = {Location::pageable_host(), Location::pinned_host(),
-                                        Location::cuda(2), Location::cuda(10), apple, zebra};
+  const std::vector<Location> sorted = {Location::pageable_host(),
+                                        Location::pinned_host(),
+                                        Location::cuda(2),
+                                        Location::cuda(10),
+                                        apple,
+                                        zebra};
   EXPECT_EQ(all, sorted);
 }
 

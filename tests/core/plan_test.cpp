@@ -19,15 +19,14 @@ const Handle kHandle(42);
 const Handle kOther(43, ValueType("adapters"));
 
 ResidencyPlan example() {
-  return ResidencyPlan(
-      "layer 3",
-      {EnsureResident{kHandle, Location::cuda(0)},
-       MoveResident{kOther, Location::cuda(1), Location::pinned_host()},
-       MoveResident{kOther, Location::cuda(1)}},
-      {DropResident{kHandle, Location::cuda(0)}},
-      {MemoryReservation{Location::cuda(0), 1_MiB, "activations"},
-       MemoryReservation{Location::pinned_host(), 0_B, "staging"}},
-      {DiscardValue{kOther}});
+  return ResidencyPlan("layer 3",
+                       {EnsureResident{kHandle, Location::cuda(0)},
+                        MoveResident{kOther, Location::cuda(1), Location::pinned_host()},
+                        MoveResident{kOther, Location::cuda(1)}},
+                       {DropResident{kHandle, Location::cuda(0)}},
+                       {MemoryReservation{Location::cuda(0), 1_MiB, "activations"},
+                        MemoryReservation{Location::pinned_host(), 0_B, "staging"}},
+                       {DiscardValue{kOther}});
 }
 
 TEST(ResidencyPlan, IsConstructedPositionally) {
@@ -85,7 +84,8 @@ TEST(ResidencyPlan, CannotBeChangedAfterwards) {
   static_assert(std::is_same_v<decltype(plan.enter()), const ActionList&>);
   static_assert(std::is_same_v<decltype(plan.exit()), const ActionList&>);
   static_assert(std::is_same_v<decltype(plan.reclaim()), const ActionList&>);
-  static_assert(std::is_same_v<decltype(plan.reservations()), const std::vector<MemoryReservation>&>);
+  static_assert(
+      std::is_same_v<decltype(plan.reservations()), const std::vector<MemoryReservation>&>);
   static_assert(std::is_same_v<decltype(plan.name()), const std::string&>);
 }
 
@@ -118,9 +118,12 @@ TEST(ResidencyPlan, EqualityAndHashSeeEveryPart) {
 
 TEST(ResidencyAction, HashSeesEveryPart) {
   const ResidencyAction actions[] = {
-      EnsureResident{kHandle, Location::cuda(0)},   EnsureResident{kHandle, Location::cuda(1)},
-      EnsureResident{kOther, Location::cuda(0)},    DropResident{kHandle, Location::cuda(0)},
-      MoveResident{kHandle, Location::cuda(0)},     DiscardValue{kHandle},
+      EnsureResident{kHandle, Location::cuda(0)},
+      EnsureResident{kHandle, Location::cuda(1)},
+      EnsureResident{kOther, Location::cuda(0)},
+      DropResident{kHandle, Location::cuda(0)},
+      MoveResident{kHandle, Location::cuda(0)},
+      DiscardValue{kHandle},
       MoveResident{kHandle, Location::cuda(0), Location::pageable_host()},
       MoveResident{kHandle, Location::cuda(0), Location::pinned_host()}};
   std::unordered_set<std::size_t> hashes;
@@ -133,8 +136,8 @@ TEST(ResidencyAction, HashSeesEveryPart) {
 TEST(ResidencyPlan, TextShowsEveryPartInOrderOfExecution) {
   const std::string text = to_string(example());
   std::size_t from = 0;
-  for (const std::string part : {"layer 3", "discard", "activations", "staging", "ensure", "move",
-                                 "pinned-host", "drop"}) {
+  for (const std::string part :
+       {"layer 3", "discard", "activations", "staging", "ensure", "move", "pinned-host", "drop"}) {
     const std::size_t found = text.find(part, from);
     ASSERT_NE(found, std::string::npos) << part << " is missing or too early in\n" << text;
     from = found;
@@ -185,8 +188,8 @@ INSTANTIATE_TEST_SUITE_P(
         "{\"version\":1,\"name\":\"\"}", "{\"version\":1,\"name\":7}",
         "{\"version\":1,\"name\":\"p\",\"extra\":0}", "{\"version\":1,\"name\":\"p\",\"enter\":{}}",
         "{\"version\":1,\"name\":\"p\",\"enter\":[1]}",
-        "{\"version\":1,\"name\":\"p\",\"enter\":[{}]}",
-        "{\"version\":1,\"name\":\"p\"} trailing", "{\"version\":1,\"name\":\"\xff\"}",
+        "{\"version\":1,\"name\":\"p\",\"enter\":[{}]}", "{\"version\":1,\"name\":\"p\"} trailing",
+        "{\"version\":1,\"name\":\"\xff\"}",
         R"({"version":1,"name":"p","enter":[{"action":"evict","handle":{"id":1,"type":"t"}}]})",
         R"({"version":1,"name":"p","enter":[{"action":"discard","handle":{"id":1,"type":""}}]})",
         R"({"version":1,"name":"p","enter":[{"action":"discard","handle":{"id":1}}]})",
@@ -233,8 +236,8 @@ TEST(ResidencyPlan, EveryPrefixOfItsJsonIsRefused) {
 
 TEST(ResidencyPlan, DeeplyNestedJsonIsRefusedWithoutHarm) {
   EXPECT_THROW((void)ResidencyPlan::from_json(std::string(200'000, '[')), std::invalid_argument);
-  const std::string deep = "{\"version\":1,\"name\":" + std::string(100'000, '[') +
-                           std::string(100'000, ']') + "}";
+  const std::string deep =
+      "{\"version\":1,\"name\":" + std::string(100'000, '[') + std::string(100'000, ']') + "}";
   EXPECT_THROW((void)ResidencyPlan::from_json(deep), std::invalid_argument);
 }
 
@@ -245,7 +248,8 @@ TEST(Handle, IsIdentityAndType) {
   EXPECT_EQ(Handle(42, ValueType("adapters")), Handle(42, ValueType("adapters")));
   EXPECT_THROW((void)ValueType(""), std::invalid_argument);
   EXPECT_EQ(ValueType("tensors"), ValueType());
-  const std::unordered_set<Handle> set = {Handle(1), Handle(1), Handle(2), Handle(1, ValueType("x"))};
+  const std::unordered_set<Handle> set = {Handle(1), Handle(1), Handle(2),
+                                          Handle(1, ValueType("x"))};
   EXPECT_EQ(set.size(), 3U);
   EXPECT_EQ(to_string(Handle((std::int64_t{7} << Handle::kValueBits) | 5)), "tensors#7:5");
 }

@@ -41,8 +41,9 @@ struct Copy {
   bool uncertain = false;  // arriving on a path that can fail
   int leases = 0;
   int holds = 0;
-  int token = 0;  // a reference outside the manager
-  bool written = false;  // on a stream: its bytes may be arriving still
+  int token = 0;             // a reference outside the manager
+  bool written = false;      // on a stream: its bytes may be arriving still
+  bool loaded_here = false;  // by its source: a transfer that is under way to here is an older one
 };
 
 struct Value {
@@ -143,7 +144,9 @@ struct Step {
   [[nodiscard]] bool changes() const { return outcome_of(reason) == Outcome::kChange; }
 };
 
-std::int64_t rounded(std::int64_t bytes, std::int64_t to) { return (bytes + to - 1) / to * to; }
+std::int64_t rounded(std::int64_t bytes, std::int64_t to) {
+  return (bytes + to - 1) / to * to;
+}
 
 std::int64_t charge_at(const ValueSpec& spec, Location at) {
   const std::int64_t bytes = spec.storage_bytes.count();
@@ -182,9 +185,7 @@ class Rules {
   /// Rule 19: by link order, then by index or name; never by what time has completed.
   static std::optional<Location> cheapest(const Value& value, std::optional<Location> except) {
     std::optional<Location> best;
-    const auto key = [&](Location at) {
-      return std::make_pair(rank(at), to_string(at));
-    };
+    const auto key = [&](Location at) { return std::make_pair(rank(at), to_string(at)); };
     for (const auto& [at, copy] : value.copies) {
       if (!copy.stale && at != except && (!best || key(at) < key(*best))) {
         best = at;
@@ -327,7 +328,9 @@ struct Failure {
   std::string what;
 };
 
-[[noreturn]] void fail(const std::string& what) { throw Failure{what}; }
+[[noreturn]] void fail(const std::string& what) {
+  throw Failure{what};
+}
 
 void require(bool condition, const std::string& what) {
   if (!condition) {
@@ -436,10 +439,8 @@ class Run {
     return location ? to_string(*location) : "-";
   }
   template <class Number>
-    requires std::is_arithmetic_v<Number>
-  static std::string to_text(Number number) {
-    return std::to_string(number);
-  }
+  requires std::is_arithmetic_v<Number>
+  static std::string to_text(Number number) { return std::to_string(number); }
 
   void make_world() {
     fake::FakeOptions fake_options;
@@ -457,10 +458,10 @@ class Run {
       std::abort();
     };
     immediate_ = chance(35);
-    fake_options.completion =
-        immediate_ ? fake::Completion::kImmediate : fake::Completion::kRandom;
-    const Location all[] = {Location::pageable_host(), Location::pinned_host(), Location::cuda(0),
-                            Location::cuda(1), Location::disk("a"), Location::disk("b")};
+    fake_options.completion = immediate_ ? fake::Completion::kImmediate : fake::Completion::kRandom;
+    const Location all[] = {Location::pageable_host(), Location::pinned_host(),
+                            Location::cuda(0),         Location::cuda(1),
+                            Location::disk("a"),       Location::disk("b")};
     ManagerOptions options;
     options.trace_capacity = chance(50) ? 4096 : below(20);
     strict_ = chance(25);
@@ -552,7 +553,8 @@ class Run {
   void settle_arrivals() {
     for (auto& value : reference_.values) {
       for (auto& [at, copy] : value.copies) {
-        if (copy.uncertain && backend_->transfer_status(value.handle, at) != FenceStatus::kPending) {
+        if (copy.uncertain &&
+            backend_->transfer_status(value.handle, at) != FenceStatus::kPending) {
           copy.uncertain = false;
         }
       }
@@ -617,11 +619,11 @@ class Run {
       require(each.charged_bytes == Bytes(copy.charge), where + ": charge");
       require(each.num_leases == static_cast<std::uint32_t>(copy.leases), where + ": leases");
       require(each.num_holds == static_cast<std::uint32_t>(copy.holds), where + ": holds");
-      const bool arriving =
-          backend_->transfer_status(want.handle, at) == FenceStatus::kPending && !copy.stale;
-      require((each.state == MaterializationState::kArriving) == arriving || copy.stale ||
-                  copy.written,
-              where + ": state is " + std::string(to_string(each.state)));
+      const bool arriving = backend_->transfer_status(want.handle, at) == FenceStatus::kPending &&
+                            !copy.stale && !copy.loaded_here;
+      require(
+          (each.state == MaterializationState::kArriving) == arriving || copy.stale || copy.written,
+          where + ": state is " + std::string(to_string(each.state)));
     }
   }
 
@@ -629,10 +631,10 @@ class Run {
     const Location at = got.location;
     const std::string name = to_string(at);
     const auto budget = reference_.budgets.find(at);
-    require(got.budget == (budget == reference_.budgets.end()
-                               ? std::nullopt
-                               : std::optional(Bytes(budget->second))),
-            name + ": budget");
+    require(
+        got.budget == (budget == reference_.budgets.end() ? std::nullopt
+                                                          : std::optional(Bytes(budget->second))),
+        name + ": budget");
     require(got.used == Bytes(reference_.used(at)),
             name + ": used " + std::to_string(got.used.count()) + " instead of " +
                 std::to_string(reference_.used(at)));
@@ -720,6 +722,7 @@ class Run {
           state.list(*step.to);
         }
         target.stale = false;
+        target.loaded_here = false;
         target.seed = value.copies.at(*step.read).seed;
         target.uncertain = !immediate_ && may_fail_later(*step.read, *step.to);
         if (step.given_up) {
@@ -728,11 +731,11 @@ class Run {
         break;
       }
       case Reason::kLoaded: {
-        value.copies[*step.to] = {
-            .charge = step.bytes,
-            .seed = value.seed,
-            .uncertain = !immediate_ && *step.read != *step.to &&
-                         may_fail_later(*step.read, *step.to)};
+        value.copies[*step.to] = {.charge = step.bytes,
+                                  .seed = value.seed,
+                                  .uncertain = !immediate_ && *step.read != *step.to &&
+                                               may_fail_later(*step.read, *step.to),
+                                  .loaded_here = *step.read == *step.to};
         if (*step.read != *step.to) {
           state.temporary[*step.read] = charge_at(value.spec, *step.read);
           state.note_peaks(*step.read);
@@ -742,9 +745,7 @@ class Run {
         state.list(*step.to);
         break;
       }
-      case Reason::kReleased:
-        give_up(state, value, *step.given_up);
-        break;
+      case Reason::kReleased: give_up(state, value, *step.given_up); break;
       case Reason::kDiscarded:
         while (!value.copies.empty()) {
           give_up(state, value, value.copies.begin()->first);
@@ -752,11 +753,8 @@ class Run {
         value.discarded = true;
         break;
       case Reason::kAlreadyResident:
-      case Reason::kSameLocation:
-        state.list(*step.to);
-        break;
-      default:
-        break;
+      case Reason::kSameLocation: state.list(*step.to); break;
+      default: break;
     }
   }
 
@@ -801,19 +799,30 @@ class Run {
     const std::size_t index = any_value();
     const Value& value = reference_.values[index];
     switch (below(may_discard ? 23 : 22)) {
-      case 0: case 1: case 2: case 3: case 4: case 5: case 6: case 7:
-        return {EnsureResident{value.handle, any_location()}, index};
-      case 8: case 9: case 10: case 11: case 12: case 13: case 14: case 15: {
+      case 0:
+      case 1:
+      case 2:
+      case 3:
+      case 4:
+      case 5:
+      case 6:
+      case 7: return {EnsureResident{value.handle, any_location()}, index};
+      case 8:
+      case 9:
+      case 10:
+      case 11:
+      case 12:
+      case 13:
+      case 14:
+      case 15: {
         MoveResident move{value.handle, any_location()};
         if (chance(40)) {
           move.from_location = place_of(value);
         }
         return {move, index};
       }
-      case 22:
-        return {DiscardValue{value.handle}, index};
-      default:
-        return {DropResident{value.handle, place_of(value)}, index};
+      case 22: return {DiscardValue{value.handle}, index};
+      default: return {DropResident{value.handle, place_of(value)}, index};
     }
   }
 
@@ -826,50 +835,46 @@ class Run {
       return;
     }
     switch (below(40)) {
-      case 0: case 1:
-        return op_adopt_or_register();
-      case 2: case 3: case 4: case 5: case 6: case 7: case 8: case 9: case 10:
-        return op_direct();
-      case 11: case 12: case 13:
-        return op_execute();
-      case 14: case 15:
-        return op_scope();
-      case 16: case 17: case 18:
-        return op_acquire();
-      case 19:
-        return op_borrow();
-      case 20: case 21: case 22:
-        return op_end_lease();
-      case 23:
-        return op_hold();
-      case 24: case 25:
-        return op_unhold();
-      case 26:
-        return op_reserve();
-      case 27: case 28:
-        return op_unreserve();
-      case 29:
-        return op_budget();
-      case 30:
-        return op_share();
-      case 31:
-        return op_unshare();
-      case 32:
-        return op_take();
-      case 33:
-        return op_forget();
-      case 34:
-        return op_undeclared_write();
-      case 35:
-        return op_late_failure();
-      case 36:
-        return op_fault();
-      case 37:
-        return op_explain();
-      case 38:
-        return op_foreign();
-      default:
-        return op_read_only();
+      case 0:
+      case 1: return op_adopt_or_register();
+      case 2:
+      case 3:
+      case 4:
+      case 5:
+      case 6:
+      case 7:
+      case 8:
+      case 9:
+      case 10: return op_direct();
+      case 11:
+      case 12:
+      case 13: return op_execute();
+      case 14:
+      case 15: return op_scope();
+      case 16:
+      case 17:
+      case 18: return op_acquire();
+      case 19: return op_borrow();
+      case 20:
+      case 21:
+      case 22: return op_end_lease();
+      case 23: return op_hold();
+      case 24:
+      case 25: return op_unhold();
+      case 26: return op_reserve();
+      case 27:
+      case 28: return op_unreserve();
+      case 29: return op_budget();
+      case 30: return op_share();
+      case 31: return op_unshare();
+      case 32: return op_take();
+      case 33: return op_forget();
+      case 34: return op_undeclared_write();
+      case 35: return op_late_failure();
+      case 36: return op_fault();
+      case 37: return op_explain();
+      case 38: return op_foreign();
+      default: return op_read_only();
     }
   }
 
@@ -881,11 +886,10 @@ class Run {
     Value value;
     value.seed = next_seed_++;
     const bool from_source = chance(40);
-    value.spec = fake::make_spec(sizes[below(9)],
-                                 chance(60) ? ReplicaMode::kReplicable : ReplicaMode::kExclusive,
-                                 from_source ? Recoverability::kReconstructible
-                                             : Recoverability::kMustPreserve,
-                                 chance(40) ? Mutability::kMutable : Mutability::kImmutable);
+    value.spec = fake::make_spec(
+        sizes[below(9)], chance(60) ? ReplicaMode::kReplicable : ReplicaMode::kExclusive,
+        from_source ? Recoverability::kReconstructible : Recoverability::kMustPreserve,
+        chance(40) ? Mutability::kMutable : Mutability::kImmutable);
     Location at = locations_[below(locations_.size())];
     if (from_source) {
       if (chance(10)) {
@@ -894,9 +898,8 @@ class Run {
       note("register_source at", at, value.spec.storage_bytes.count());
       auto source = std::make_shared<fake::FakeSource>(backend_, at, value.spec, value.seed);
       const bool possible = available_.contains(at);
-      const auto outcome = versioned(possible, [&] {
-        value.handle = manager_->register_source(source, value.spec, at);
-      });
+      const auto outcome = versioned(
+          possible, [&] { value.handle = manager_->register_source(source, value.spec, at); });
       if (!possible) {
         return expect_code(outcome, ErrorCode::kUnavailable);
       }
@@ -912,16 +915,21 @@ class Run {
     const std::int64_t charge = charge_at(value.spec, at);
     note("adopt at", at, value.spec.storage_bytes.count());
     auto block = backend_->make_block(at, value.spec, value.seed);
+    int token = 0;
+    if (charge != 0 && chance(15)) {  // the caller keeps its tensor
+      token = next_token_++;
+      tokens_[token] = block->share();
+    }
     const bool possible = reference_.fits(at, charge);
-    const auto outcome = versioned(possible, [&] {
-      value.handle = manager_->adopt(std::move(block), value.spec);
-    });
+    const auto outcome =
+        versioned(possible, [&] { value.handle = manager_->adopt(std::move(block), value.spec); });
     block.reset();
     if (!possible) {
+      tokens_.erase(token);
       return expect_code(outcome, ErrorCode::kBudget);
     }
     expect_ok(outcome);
-    value.copies[at] = {.charge = charge, .seed = value.seed};
+    value.copies[at] = {.charge = charge, .seed = value.seed, .token = token};
     reference_.list(at);
     reference_.values.push_back(value);
   }
@@ -932,7 +940,9 @@ class Run {
     }
     return std::visit(
         Overloaded{
-            [&](const EnsureResident& a) { return manager_->ensure(a.handle, a.location, options); },
+            [&](const EnsureResident& a) {
+              return manager_->ensure(a.handle, a.location, options);
+            },
             [&](const MoveResident& a) {
               return manager_->move(a.handle, a.to, a.from_location, options);
             },
@@ -944,9 +954,8 @@ class Run {
 
   void check_record(const TransitionRecord& record, const ResidencyAction& action,
                     const Step& step) {
-    require(record.reason == step.reason,
-            "reason " + std::string(to_string(record.reason)) + " instead of " +
-                std::string(to_string(step.reason)));
+    require(record.reason == step.reason, "reason " + std::string(to_string(record.reason)) +
+                                              " instead of " + std::string(to_string(step.reason)));
     require(record.action == kind_of(action), "kind of action");
     require(record.handle == handle_of(action), "handle");
     require(record.bytes == Bytes(step.bytes), "bytes of the record");
@@ -1107,8 +1116,8 @@ class Run {
       }
       const std::string name = to_string(each.location);
       require(measured->peak_used == each.peak_used,
-              name + ": predicted peak " + std::to_string(each.peak_used.count()) +
-                  ", measured " + std::to_string(measured->peak_used.count()));
+              name + ": predicted peak " + std::to_string(each.peak_used.count()) + ", measured " +
+                  std::to_string(measured->peak_used.count()));
       require(measured->peak_charged == each.peak_charged,
               name + ": predicted charged peak " + std::to_string(each.peak_charged.count()) +
                   ", measured " + std::to_string(measured->peak_charged.count()));
@@ -1259,8 +1268,7 @@ class Run {
         require(error.index == simulated.failed && error.phase == failed_phase,
                 "PlanError names " + std::string(to_string(error.phase)) + " " +
                     std::to_string(error.index) + " instead of " +
-                    std::string(to_string(failed_phase)) + " " +
-                    std::to_string(simulated.failed));
+                    std::string(to_string(failed_phase)) + " " + std::to_string(simulated.failed));
       }
       require(manager_->state_version() == before, "a refused scope changed the version");
       scope.close();
@@ -1282,15 +1290,12 @@ class Run {
       return;
     }
     // A body that does something else; the exit actions meet whatever it left.
-    const std::size_t base = before.reservations.size();
     for (std::uint64_t i = 1 + below(2); i > 0; --i) {
       ++op_;
       step();
       compare();
     }
     settle_arrivals();
-    // The body may have removed values or added reservations of its own; find ours by id.
-    static_cast<void>(base);
     bool still_there = true;
     for (const auto& each : exit) {
       bool found = false;
@@ -1349,7 +1354,8 @@ class Run {
     for (std::size_t i = before.reservations.size(); i < entered.reservations.size(); ++i) {
       ids.insert(entered.reservations[i].id);
     }
-    std::erase_if(reference_.reservations, [&](const Reserved& each) { return ids.contains(each.id); });
+    std::erase_if(reference_.reservations,
+                  [&](const Reserved& each) { return ids.contains(each.id); });
   }
 
   void reference_without_scope_reservations_check(const Scope& scope,
@@ -1486,8 +1492,7 @@ class Run {
   }
 
   FakeBlock& block_of(const RefLease& lease, std::size_t index) {
-    auto& view =
-        dynamic_cast<FakeView&>(lease.lease.view(reference_.values[index].handle));
+    auto& view = dynamic_cast<FakeView&>(lease.lease.view(reference_.values[index].handle));
     return view.block();
   }
 
@@ -1504,8 +1509,8 @@ class Run {
           backend_->launch_read(lease.stream, block, copy.seed);
         }
       } else {
-        require(block.holds(copy.seed), to_string(value.handle) + ": other bytes at " +
-                                            to_string(lease.at));
+        require(block.holds(copy.seed),
+                to_string(value.handle) + ": other bytes at " + to_string(lease.at));
         if (lease.write && chance(70)) {
           backend_->complete_all();
           copy.seed = value.seed = next_seed_++;
@@ -1577,9 +1582,8 @@ class Run {
     options.access = write ? Access::kWrite : Access::kRead;
     options.stream = any_stream(at);
     std::optional<Lease> lease;
-    const auto outcome = versioned(why_not.empty(), [&] {
-      lease.emplace(manager_->borrow(handles_of(values), at, options));
-    });
+    const auto outcome = versioned(
+        why_not.empty(), [&] { lease.emplace(manager_->borrow(handles_of(values), at, options)); });
     if (!why_not.empty()) {
       require(!outcome.ok, "borrowed what must not be borrowed");
       require(why_not.contains(outcome.argument ? kArgument : outcome.code),
@@ -1637,21 +1641,13 @@ class Run {
       const Value& value = reference_.values[index];
       if (value.discarded) {
         why_not.insert(ErrorCode::kHandle);
-      } else if (!value.copies.contains(at)) {
+      } else if (!value.copies.contains(at) || value.copies.at(at).stale) {
         why_not.insert(ErrorCode::kUnavailable);
       }
     }
-    // Whether a stale materialization can be held is open; do not ask.
-    for (const auto index : values) {
-      const auto it = reference_.values[index].copies.find(at);
-      if (it != reference_.values[index].copies.end() && it->second.stale) {
-        return;
-      }
-    }
     std::optional<Hold> hold;
-    const auto outcome = versioned(why_not.empty(), [&] {
-      hold.emplace(manager_->hold(handles_of(values), at));
-    });
+    const auto outcome =
+        versioned(why_not.empty(), [&] { hold.emplace(manager_->hold(handles_of(values), at)); });
     if (!why_not.empty()) {
       require(!outcome.ok && why_not.contains(outcome.code), "hold: " + outcome.text);
       return;
@@ -1739,8 +1735,9 @@ class Run {
     expect_ok(outcome);
     const bool listed = std::find(reference_.listed.begin(), reference_.listed.end(), at) !=
                         reference_.listed.end();
-    require((manager_->state_version() > before) == ((budget ? budget->count() : -1) != had || !listed),
-            "the version rose wrongly with a budget");
+    require(
+        (manager_->state_version() > before) == ((budget ? budget->count() : -1) != had || !listed),
+        "the version rose wrongly with a budget");
     if (budget) {
       reference_.budgets[at] = budget->count();
     } else {
@@ -1967,8 +1964,7 @@ class Run {
       touch();
       fail("a failed transfer was not reported");
     } catch (const TransferError& error) {
-      require(error.handle == value.handle && error.cause != nullptr &&
-                  can_fail_later(error.path),
+      require(error.handle == value.handle && error.cause != nullptr && can_fail_later(error.path),
               "fields of the TransferError");
     }
     reference_ = before;
@@ -2047,8 +2043,8 @@ class Run {
       fail("an injected fault was swallowed");
     } catch (const PlanExecutionError& error) {
       require(error.phase == Phase::kExecute && error.index == failing,
-              "PlanExecutionError names action " + std::to_string(error.index) +
-                  " instead of " + std::to_string(failing));
+              "PlanExecutionError names action " + std::to_string(error.index) + " instead of " +
+                  std::to_string(failing));
       require(error.cause != nullptr && !error.failed.empty(), "cause and name of the failed one");
       require(error.completed.size() == failing, "the report lists what was completed");
       restored = error.state_restored;
@@ -2110,7 +2106,6 @@ class Run {
       }
     }));
   }
-
 
   std::mt19937_64 random_;
   std::uint64_t seed_;

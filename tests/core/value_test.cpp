@@ -65,7 +65,9 @@ TEST_F(ValueTest, HandleOfAnotherManagerIsRefusedAndNamesBoth) {
       [&] { manager->acquire(handles, kPageable).release(); },
       [&] { manager->borrow(handles, kPageable).release(); },
       [&] { manager->hold(handles, kPageable).release(); },
-      [&] { manager->apply(EnsureResident{foreign, kPageable}); },
+      [&] {
+        manager->apply(EnsureResident{foreign, kPageable});
+      },
   };
   for (const auto& call : calls) {
     const auto error = refused<HandleError>(call);
@@ -125,8 +127,6 @@ TEST_F(ValueTest, RegisteringASourceLoadsNothing) {
   const ActionList actions = {EnsureResident{handle, kCuda0}};
   (void)manager->explain(actions);
   EXPECT_EQ(sources[handle]->num_loads, 0);
-  const auto* value = manager->snapshot().find(handle);
-  (void)value;
   const Snapshot snapshot = manager->snapshot();
   EXPECT_TRUE(snapshot.find(handle)->has_source);
   EXPECT_EQ(snapshot.find(handle)->source_location, kPinned);
@@ -195,14 +195,14 @@ TEST_F(ValueTest, SourceThatGivesSomethingElseIsAMaterializationError) {
   std::shared_ptr<Block> kept;
   const std::function<std::shared_ptr<Block>()> wrong[] = {
       [] { return std::shared_ptr<Block>(); },
-      [&] { return backend->make_block(kPageable, make_spec(101), 1); },   // other bytes
+      [&] { return backend->make_block(kPageable, make_spec(101), 1); },  // other bytes
       [&] { return backend->make_block(kPinned, spec, 1); },              // another place
       [&] {                                                               // another layout
         return backend->make_block(
             kPageable, make_spec({{"other", 100}}, 0, kReplicable, kMustPreserve, kImmutable), 1);
       },
       [&] { return other_backend->make_block(kPageable, spec, 1); },
-      [&] { return kept = backend->make_block(kPageable, spec, 1); },      // keeps it
+      [&] { return kept = backend->make_block(kPageable, spec, 1); },  // keeps it
   };
   for (const auto& instead : wrong) {
     made.instead = instead;
@@ -232,8 +232,8 @@ TEST_F(ValueTest, AfterTheLastDropTheNextUseLoadsAgain) {
 TEST_F(ValueTest, LogicalBytesNeverEnterACharge) {
   start();
   // A tie: 3,000 logical bytes in 1,000 bytes of storage.
-  const auto spec =
-      make_spec({{"a", 1000}, {"b", 1000}, {"c", 1000}}, 2000, kReplicable, kMustPreserve, kImmutable);
+  const auto spec = make_spec({{"a", 1000}, {"b", 1000}, {"c", 1000}}, 2000, kReplicable,
+                              kMustPreserve, kImmutable);
   const Handle handle = manager->adopt(backend->make_block(kPinned, spec, 1), spec);
   EXPECT_EQ(used(kPinned), 1000_B);
   manager->ensure(handle, kCuda0);
@@ -320,8 +320,8 @@ TEST_F(ValueTest, FailedAdoptChangesNothing) {
   fake_options.unavailable = {kCuda1};
   start();
   const auto spec = make_spec(100);
-  const auto error =
-      refused<BudgetError>([&] { (void)manager->adopt(backend->make_block(kPinned, spec, 1), spec); });
+  const auto error = refused<BudgetError>(
+      [&] { (void)manager->adopt(backend->make_block(kPinned, spec, 1), spec); });
   EXPECT_EQ(error->shortfall.location, kPinned);
   EXPECT_EQ(error->shortfall.budget, 99_B);
   EXPECT_EQ(error->shortfall.used, Bytes());
@@ -507,7 +507,9 @@ TEST_F(ValueTest, MissingDeviceIsRefusedAtEveryEntryPointEvenForANoOp) {
         [&] { manager->drop(handle, missing); },
         [&] { (void)manager->take(handle, missing); },
         [&] { manager->hold(handles, missing).release(); },
-        [&] { manager->reserve({missing, 0_B, "r"}).release(); },
+        [&] {
+          manager->reserve({missing, 0_B, "r"}).release();
+        },
         [&] { manager->set_budget(missing, 1_B); },
     };
     for (std::size_t i = 0; i < std::size(calls); ++i) {

@@ -53,12 +53,12 @@ struct Memory {
   Bytes occupied;
   std::uintptr_t begin = 0;
   std::vector<std::uint8_t> bytes;
-  bool ready = false;           // its bytes have been written
-  bool released = false;        // given to Backend::release
+  bool ready = false;     // its bytes have been written
+  bool released = false;  // given to Backend::release
   bool block_alive = true;
-  bool accounted = true;        // counted in live_bytes
-  bool gone = false;            // poisoned
-  std::uint64_t external = 0;   // references outside the manager
+  bool accounted = true;             // counted in live_bytes
+  bool gone = false;                 // poisoned
+  std::uint64_t external = 0;        // references outside the manager
   std::atomic<bool> shared = false;  // external > 0, readable without the mutex
   std::uint64_t views = 0;
   std::vector<std::shared_ptr<Operation>> users;  // queued operations that touch it
@@ -178,8 +178,8 @@ class World : public std::enable_shared_from_this<World> {
     memory->occupied = charge;
     memory->begin = next_address;
     next_address += (static_cast<std::uintptr_t>(storage.count()) / 512 + 2) * 512;
-    memory->bytes.assign(
-        std::min(static_cast<std::size_t>(storage.count()), FakeBlock::kRealBytes), kPoison);
+    memory->bytes.assign(std::min(static_cast<std::size_t>(storage.count()), FakeBlock::kRealBytes),
+                         kPoison);
     if (const auto* fields = dynamic_cast<const FakeLayout*>(layout)) {
       for (const auto& field : fields->fields()) {
         memory->fields.push_back(field.name);
@@ -306,7 +306,8 @@ class World : public std::enable_shared_from_this<World> {
 
   void enqueue(const OperationPtr& operation) {
     operation->id = next_id++;
-    std::erase_if(operation->after, [](const OperationPtr& other) { return !other || other->done; });
+    std::erase_if(operation->after,
+                  [](const OperationPtr& other) { return !other || other->done; });
     for (const auto& memory : {operation->source, operation->destination}) {
       if (memory) {
         memory->users.push_back(operation);
@@ -370,8 +371,7 @@ class World : public std::enable_shared_from_this<World> {
         }
         fill(operation->destination->bytes, operation->seed);
         break;
-      case Kind::kMark:
-        break;
+      case Kind::kMark: break;
     }
     const FencePtr fence = std::move(operation->fence);
     operation->fence = nullptr;
@@ -486,8 +486,8 @@ class World : public std::enable_shared_from_this<World> {
   void block_died(const std::shared_ptr<Memory>& memory) {
     Lock lock(mutex);
     if (const auto use = uncovered_use(*memory, {}, false); !use.empty()) {
-      violation(lock, "block at " + residency::to_string(memory->location) +
-                          " was freed while " + use + " is queued");
+      violation(lock, "block at " + residency::to_string(memory->location) + " was freed while " +
+                          use + " is queued");
     }
     if (memory->views != 0 && !views_may_outlive) {
       violation(lock, "block at " + residency::to_string(memory->location) +
@@ -607,8 +607,12 @@ std::shared_ptr<OperationFence> make_fence(const std::shared_ptr<World>& world,
   return fence;
 }
 
-FakeBlock& own(Block& block) { return dynamic_cast<FakeBlock&>(block); }
-const FakeBlock& own(const Block& block) { return dynamic_cast<const FakeBlock&>(block); }
+FakeBlock& own(Block& block) {
+  return dynamic_cast<FakeBlock&>(block);
+}
+const FakeBlock& own(const Block& block) {
+  return dynamic_cast<const FakeBlock&>(block);
+}
 
 }  // namespace
 
@@ -677,14 +681,15 @@ FakeBlock::~FakeBlock() {
   world_->block_died(memory_);
 }
 
-Location FakeBlock::location() const { return memory_->location; }
+Location FakeBlock::location() const {
+  return memory_->location;
+}
 
 std::vector<AddressRange> FakeBlock::address_ranges() const {
   if (memory_->location.is_disk() || memory_->storage == Bytes()) {
     return {};
   }
-  return {{memory_->begin,
-           memory_->begin + static_cast<std::uintptr_t>(memory_->storage.count())}};
+  return {{memory_->begin, memory_->begin + static_cast<std::uintptr_t>(memory_->storage.count())}};
 }
 
 bool FakeBlock::holds(std::uint64_t seed) const {
@@ -757,7 +762,8 @@ FakeView::~FakeView() {
   --memory_->views;
 }
 
-FakeBackend::FakeBackend(FakeOptions options) : world_(std::make_shared<World>(std::move(options))) {
+FakeBackend::FakeBackend(FakeOptions options)
+    : world_(std::make_shared<World>(std::move(options))) {
   if (world_->completion == Completion::kThreaded) {
     world_->start_worker();
   }
@@ -854,8 +860,8 @@ CopyResult FakeBackend::copy(const CopyRequest& request) {
     world_->violation(lock, "copy from a block that was released");
   }
   if (!why_unavailable(request.to).empty()) {
-    world_->violation(lock, "copy to a location that does not exist: " +
-                                residency::to_string(request.to));
+    world_->violation(
+        lock, "copy to a location that does not exist: " + residency::to_string(request.to));
   }
   if (request.stream && request.stream->device != request.to &&
       request.stream->device != request.from) {
@@ -968,8 +974,8 @@ void FakeBackend::release(BlockPtr block, std::vector<FencePtr> after) noexcept 
   FakeBlock& released = own(*block);
   const auto memory = released.memory();
   if (memory->released) {
-    world_->violation(lock, "double release of a block at " +
-                                residency::to_string(memory->location));
+    world_->violation(lock,
+                      "double release of a block at " + residency::to_string(memory->location));
     return;
   }
   memory->released = true;
@@ -1004,9 +1010,8 @@ FencePtr FakeBackend::watch_escape(const Block& block) {
   return memory->escape;
 }
 
-void FakeBackend::begin_access(Block& block, Access /*access*/,
-                               const std::optional<Stream>& stream, const FencePtr& ready,
-                               bool checksum) {
+void FakeBackend::begin_access(Block& block, Access /*access*/, const std::optional<Stream>& stream,
+                               const FencePtr& ready, bool checksum) {
   probe("Backend::begin_access");
   World::Lock lock(world_->mutex);
   world_->check_open(lock, "begin_access");
@@ -1309,7 +1314,9 @@ void FakeBackend::probe_lock(const std::shared_ptr<Manager>& manager,
   }
 }
 
-void FakeBackend::probe(std::string_view what) const { world_->ask_probe(what); }
+void FakeBackend::probe(std::string_view what) const {
+  world_->ask_probe(what);
+}
 
 FakeSource::FakeSource(std::shared_ptr<FakeBackend> backend, Location at, ValueSpec spec,
                        std::uint64_t seed)

@@ -111,8 +111,7 @@ class FakeLayout : public Layout {
 };
 
 /// A value of one field `data`. Logical and storage bytes are equal.
-[[nodiscard]] ValueSpec make_spec(std::int64_t nbytes,
-                                  ReplicaMode mode = ReplicaMode::kReplicable,
+[[nodiscard]] ValueSpec make_spec(std::int64_t nbytes, ReplicaMode mode = ReplicaMode::kReplicable,
                                   Recoverability recoverability = Recoverability::kMustPreserve,
                                   Mutability mutability = Mutability::kImmutable);
 /// A value of several fields; `shared_bytes` of them are counted twice in the logical bytes.
