@@ -166,7 +166,8 @@ std::shared_ptr<const TensorLayout> SafetensorsFile::layout(
     for (std::size_t i = entry.sizes.size(); i-- > 0;) {
       layout.strides[i] = stride;
       if (__builtin_mul_overflow(stride, std::max<std::int64_t>(entry.sizes[i], 1), &stride)) {
-        throw MaterializationError(fmt::format("{}: the strides of tensor '{}' exceed 2^63-1", path_.string(), field.tensor));
+        throw MaterializationError(fmt::format("{}: the strides of tensor '{}' exceed 2^63-1",
+                                               path_.string(), field.tensor));
       }
     }
     layout.storage = static_cast<std::uint32_t>(storages.size());

@@ -94,7 +94,8 @@ class BackendConformance : public ::testing::Test {
     backend().release(std::move(source), {});
     return std::move(result.block);
   }
-  ::testing::AssertionResult holds(const ValueSpec& spec, const BlockPtr& block, std::uint64_t seed) {
+  ::testing::AssertionResult holds(const ValueSpec& spec, const BlockPtr& block,
+                                   std::uint64_t seed) {
     if (is_memory(block->location())) {
       return harness.holds(*block, seed) ? ::testing::AssertionSuccess()
                                          : ::testing::AssertionFailure() << "other bytes";

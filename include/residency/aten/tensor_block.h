@@ -103,8 +103,8 @@ class RESIDENCY_API TensorBlock final : public Block,
  private:
   void enter_storages();
   void note_contents(bool checksum);
-  /// Held for some nanoseconds, or while bytes are compared (debug). A mutex would be a tenth of the
-  /// cost of a lease.
+  /// Held for some nanoseconds, or while bytes are compared (debug). A mutex would be a tenth of
+  /// the cost of a lease.
   class KnownContentsGuard;
   [[nodiscard]] std::vector<std::uint64_t> stamps() const;
 

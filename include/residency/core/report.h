@@ -69,8 +69,8 @@ class RESIDENCY_API ActionReport {
   friend class PlanReport;
   TransitionRecord record_;
   FencePtr fence_;
-  bool gave_up_stale_ = false;           // what it released was stale already: rollback cares
-  bool gave_up_shared_ = false;          // its memory lives on as escaped: no rollback brings it back
+  bool gave_up_stale_ = false;   // what it released was stale already: rollback cares
+  bool gave_up_shared_ = false;  // its memory lives on as escaped: no rollback brings it back
   std::shared_ptr<ManagerState> state_;  // only while a fence may still fail
 };
 

@@ -92,7 +92,7 @@ struct Verdict {
   /// It needs retiring bytes, or an arrival that can still fail: the host waits for fences first.
   bool waits = false;
   Protection protection;  ///< of the materialization in the way (kProtected)
-  Shortfall shortfall;    ///< kOverBudget, or what it waits for when only retiring bytes are lacking
+  Shortfall shortfall;  ///< kOverBudget, or what it waits for when only retiring bytes are lacking
   std::array<Transition, 3> transitions{};
   std::uint8_t num_transitions = 0;
 

@@ -9,6 +9,8 @@
  * Units: bytes, nanoseconds of the virtual clock, devices as ordinals (0...). A stream is a
  * cudaStream_t as void*, so that this header needs no CUDA header; NULL is the current device's
  * default stream. */
+/* The tables below are laid out by hand: */
+/* clang-format off */
 #ifndef RESIDENCY_SIMCUDA_CONTROL_H
 #define RESIDENCY_SIMCUDA_CONTROL_H
 
