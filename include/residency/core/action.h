@@ -49,6 +49,9 @@ template <class... Visitors>
 struct Overloaded : Visitors... {
   using Visitors::operator()...;
 };
+// Clang deduces this by itself from version 17 on only.
+template <class... Visitors>
+Overloaded(Visitors...) -> Overloaded<Visitors...>;
 
 /// What was done to a value: the actions, in the order of the union, and `take`.
 enum class ActionKind : std::uint8_t { kEnsure, kMove, kDrop, kDiscard, kTake };
