@@ -1,0 +1,159 @@
+"""Runs a script on a simulated CUDA card, and reports what it did there.
+
+python -m torch_residency.sim --memory 24GiB train.py --epochs 1
+python -m torch_residency.sim --dry --memory 80GiB -m package.train
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import runpy
+import shutil
+import signal
+import sys
+import types
+from pathlib import Path
+
+from torch_residency.sim import _library, _process, _report, control
+from torch_residency.sim._watch import Watch
+
+# Exit status when the card cannot be had as it was asked for, as argparse's own.
+REFUSED = 2
+
+_SETTINGS = ("devices", "memory", "card", "h2d", "d2h")
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_residency.sim",
+        description="Run a script on a simulated CUDA card, and report what it did there.",
+        usage="%(prog)s [options] script.py [argument ...]\n"
+        "       %(prog)s [options] -m module [argument ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--devices", metavar="N", help="how many cards (1)")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of each, such as 24GiB (1GiB)")
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="compute and store nothing: for the allocator's peak and the schedule of what would "
+        "never fit here",
+    )
+    parser.add_argument("--card", help="card that times are modelled on: h200, a100, rtx4090, none")
+    parser.add_argument("--h2d", metavar="RATE", help="copies to the device, such as 55GB/s")
+    parser.add_argument("--d2h", metavar="RATE", help="copies to the host")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting"
+    )
+    parser.add_argument(
+        "--timeline", metavar="FILE", help="write every operation, for Perfetto or chrome://tracing"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON too")
+    parser.add_argument(
+        "-m", dest="module", metavar="module", nargs=argparse.REMAINDER, help="run a module"
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.program = options.script if options.module is None else options.module
+    if not options.program:
+        parser.error("which script? expected script.py, or -m module")
+    if options.module is None and not Path(options.program[0]).is_file():
+        parser.error(f"no script '{options.program[0]}'")
+
+    options.settings = {}
+    for item in options.set:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            parser.error(f"argument --set: expected KEY=VALUE, not '{item}'")
+        options.settings[key] = value
+    for key in _SETTINGS:
+        if (value := getattr(options, key)) is not None:
+            options.settings[key] = value
+    if options.dry:
+        options.settings["mode"] = "dry"
+    return options
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Set up the simulated card, torch, and the report at exit."""
+    # Of a run that this one is inside: this process makes a report of its own.
+    os.environ.pop(_process.REPORTS_VARIABLE, None)
+    _library.load(**options.settings)
+    reports = _process.give_to_children(options.settings)
+    watch = Watch(os.path.abspath(options.program[0]))  # a name no file has, for a module
+    watch.start()
+    own_pid = os.getpid()
+    if options.timeline:
+        recorder = control.timeline(options.timeline)
+        recorder.__enter__()
+
+    # At exit and not after the script: its threads may still work, and its own handlers come first.
+    def finish() -> None:
+        if os.getpid() != own_pid:
+            return
+        try:
+            if options.timeline:
+                recorder.__exit__(None, None, None)
+            children = _process.read_reports(reports)
+            _report.show(_report.collect(watch), children, options.json)
+        finally:
+            shutil.rmtree(reports, ignore_errors=True)
+
+    atexit.register(finish)
+
+
+def run_script(path: str, arguments: list[str]) -> None:
+    """Run a file as `python path arguments...` would."""
+    sys.argv = [path, *arguments]
+    path = os.path.abspath(path)
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    # Classes and functions of the script are found under this name when they are unpickled.
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def run_module(name: str, arguments: list[str]) -> None:
+    """Run a module as `python -m name arguments...` would."""
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def show_exception(error: BaseException) -> None:
+    """Print a traceback that begins in the script."""
+    trace = error.__traceback__
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def main() -> None:
+    options = parse_arguments(sys.argv[1:])
+    try:
+        prepare(options)
+    except _library.SimulationError as error:
+        print(f"torch_residency.sim: {error}", file=sys.stderr)
+        sys.exit(REFUSED)
+    try:
+        if options.module is None:
+            run_script(options.program[0], options.program[1:])
+        else:
+            run_module(options.program[0], options.program[1:])
+    except SystemExit:
+        raise
+    except KeyboardInterrupt as error:
+        show_exception(error)
+        sys.exit(128 + signal.SIGINT)
+    except BaseException as error:
+        show_exception(error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Finds the simulated libraries and puts them where torch will look for the real ones."""
+
+import ctypes
+import functools
+import os
+import re
+import sys
+from pathlib import Path
+
+# In the order they are loaded: the driver and NVML refer to the runtime.
+RUNTIME_LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1")
+OPERATOR_LIBRARY = "libresidency_simcuda_operators.so"
+
+#: Where the libraries are, when the package in use has none (a source tree).
+LIBRARIES_VARIABLE = "RESIDENCY_SIM_LIBRARIES"
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_CONTROL_VERSION = 1
+
+
+class SimulationError(RuntimeError):
+    """The simulated card is not there, or refused a call; one line says what was expected."""
+
+
+def libraries() -> Path:
+    """Return the folder of the simulated libraries; all of them are there.
+
+    Raises:
+        SimulationError: there is no such folder, or a library is missing in it.
+    """
+    chosen = os.environ.get(LIBRARIES_VARIABLE)
+    folder = Path(chosen) if chosen else _PACKAGE / "_sim"
+    for name in (*RUNTIME_LIBRARIES, OPERATOR_LIBRARY):
+        if not (folder / name).is_file():
+            where = f"{LIBRARIES_VARIABLE}={chosen}" if chosen else str(folder)
+            remedy = (
+                "it names the folder of a build, as build/sim/lib/simcuda"
+                if chosen
+                else f"install torch_residency, or name a build's folder in {LIBRARIES_VARIABLE}"
+            )
+            raise SimulationError(f"no {name} in {where}: {remedy}")
+    return folder
+
+
+@functools.cache
+def runtime() -> ctypes.CDLL | None:
+    """Return the simulated runtime, or None when this process has none.
+
+    It is in a process that called :func:`load`, or was started with the libraries preloaded.
+    """
+    process = ctypes.CDLL(None)
+    return process if hasattr(process, "simcuda_present") else None
+
+
+def is_active() -> bool:
+    """Return whether PyTorch in this process runs, or would run, on the simulated card."""
+    return runtime() is not None
+
+
+def load(**settings: object) -> None:
+    """Give this process the simulated card, and import torch.
+
+    Only this process: `python -m torch_residency.sim` gives it to child processes too. Calling
+    again only changes settings.
+
+    Args:
+        settings: as for :func:`set`, such as ``devices=2, memory="24GiB", mode="dry"``.
+
+    Raises:
+        SimulationError: a library is missing, torch is of another minor version than the libraries
+            or was imported before without the simulated card, or a setting was refused.
+    """
+    from torch_residency.sim import control
+
+    if not is_active():
+        if "torch" in sys.modules:
+            raise SimulationError(
+                "torch was imported before the simulated card was loaded, and has the real "
+                "runtime: call torch_residency.sim.load() before the first import of torch"
+            )
+        folder = libraries()
+        _check_torch_version()
+        for name in RUNTIME_LIBRARIES:
+            try:
+                # Global and first: the linker takes the first definition it meets, and finds a
+                # library that a name was loaded under before it searches any path.
+                ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                raise SimulationError(f"cannot load {folder / name}: {_one_line(error)}") from None
+        runtime.cache_clear()
+    control.check_version(_CONTROL_VERSION)
+    for key, value in settings.items():
+        control.set(key, value)
+    load_operators()
+    verify()
+
+
+_operators_loaded = False
+
+
+def load_operators() -> None:
+    """Import torch and give it the simulated operators. Does nothing when called again.
+
+    Raises:
+        SimulationError: the library is missing or does not fit this torch.
+    """
+    global _operators_loaded
+    if _operators_loaded:
+        return
+    _operators_loaded = True  # before the import, in which torch may come here again
+    import torch
+
+    library = libraries() / OPERATOR_LIBRARY
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        _operators_loaded = False
+        raise SimulationError(
+            f"{library} does not fit torch {torch.__version__}: {_one_line(error)}"
+        ) from None
+
+
+def verify() -> None:
+    """Check that torch's CUDA library calls the simulated runtime, and that it has devices.
+
+    Never a silent fall back to "no CUDA": a script would go on with the CPU.
+
+    Raises:
+        SimulationError: torch does not see the simulated devices.
+    """
+    import torch
+
+    from torch_residency.sim import control
+
+    # Not torch.cuda.is_available(): that forbids CUDA in forked children, which is for the script
+    # to do.
+    try:
+        c10_cuda = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
+        device_count = c10_cuda._ZN3c104cuda12device_countEv
+    except (OSError, AttributeError) as error:
+        raise SimulationError(
+            f"torch {torch.__version__} has no c10::cuda::device_count (a build without CUDA?): "
+            f"{_one_line(error)}"
+        ) from None
+    device_count.restype = ctypes.c_int8
+    seen, expected = device_count(), int(control.get("devices"))
+    if seen != expected or not torch.backends.cuda.is_built():
+        raise SimulationError(
+            f"torch {torch.__version__} sees {seen} CUDA devices, and {expected} simulated ones "
+            "were expected: something loaded the real CUDA runtime before the simulated one"
+        )
+
+
+def _check_torch_version() -> None:
+    # Read and not imported: the libraries come before torch.
+    import importlib.util
+
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise SimulationError("the simulated card runs PyTorch, and there is no torch here")
+    try:
+        from torch_residency._built import TORCH_VERSION as built_for
+    except ModuleNotFoundError:
+        return  # a source tree: loading the operators will tell
+    if os.environ.get(LIBRARIES_VARIABLE):
+        return
+    text = (Path(spec.origin).parent / "version.py").read_text()
+    found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
+    version = found[1] if found else "of an unknown version"
+    if _minor(version) != _minor(built_for):
+        raise SimulationError(
+            f"torch_residency was built for torch {_minor(built_for)} and this is torch {version}: "
+            f"build it anew, or install torch {_minor(built_for)}"
+        )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,77 @@
+"""Child processes of a run: they have the simulated card too, and report what they did on it."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from torch_residency.sim import _library, _report
+from torch_residency.sim._watch import Watch
+
+REPORTS_VARIABLE = "RESIDENCY_SIM_REPORTS"
+_SETTING_PREFIX = "SIMCUDA_"
+
+
+def give_to_children(settings: dict[str, str]) -> Path:
+    """Set the environment that child processes are started with.
+
+    The libraries are preloaded there, and torch is told to call :func:`start` when it is imported.
+
+    Returns:
+        The folder that children write their reports in. The caller removes it.
+    """
+    folder = _library.libraries()
+    preload = [str(folder / name) for name in _library.RUNTIME_LIBRARIES]
+    _prepend("LD_PRELOAD", preload)
+    package = Path(__file__).resolve().parents[2]
+    paths = [str(Path(__file__).resolve().parent / "children")]
+    if package not in (Path(sysconfig.get_path(key)) for key in ("purelib", "platlib")):
+        paths.append(str(package))
+    _prepend("PYTHONPATH", paths)
+    for key, value in settings.items():
+        os.environ[_SETTING_PREFIX + key.upper()] = value
+    reports = Path(tempfile.mkdtemp(prefix="residency-sim-"))
+    os.environ[REPORTS_VARIABLE] = str(reports)
+    return reports
+
+
+def start() -> None:
+    """Called by torch while it is imported in a child process (the entry point torch.backends)."""
+    if not _library.is_active():
+        return
+    _library.load_operators()
+    reports = os.environ.get(REPORTS_VARIABLE)
+    if reports:
+        import torch
+
+        # Too early to follow: torch is not imported in full.
+        torch.cuda._lazy_call(lambda: _follow(Path(reports)))
+
+
+def read_reports(folder: Path) -> list[dict]:
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def _follow(folder: Path) -> None:
+    watch = Watch(os.path.abspath(sys.argv[0]) if sys.argv else "")
+    watch.start()
+    pid = os.getpid()
+
+    def write() -> None:
+        if os.getpid() == pid and folder.is_dir():
+            text = json.dumps(_report.collect(watch))
+            partial = folder / f"{pid}.partial"
+            partial.write_text(text)
+            partial.rename(folder / f"{pid}.json")
+
+    atexit.register(write)
+
+
+def _prepend(variable: str, entries: list[str]) -> None:
+    old = [entry for entry in os.environ.get(variable, "").split(":") if entry]
+    os.environ[variable] = ":".join(entries + [entry for entry in old if entry not in entries])
