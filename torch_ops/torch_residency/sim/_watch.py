@@ -56,8 +56,9 @@ class Watch:
     def start(self) -> None:
         """Follow torch, which has been imported. CUDA is not initialised."""
         import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        torch.optim.optimizer.register_optimizer_step_post_hook(self._after_step)
+        register_optimizer_step_post_hook(self._after_step)
         self._wrap(torch.autograd, "backward", self._before_backward)
         for owner, name, keep in (
             (torch._C, "_cuda_resetPeakMemoryStats", self._keep_peaks),
@@ -107,7 +108,7 @@ class Watch:
             while frame is not None:
                 file = frame.f_code.co_filename
                 if file == self.script or not file.startswith(("<", *_LIBRARY_FOLDERS)):
-                    return f"{os.path.relpath(file)}:{frame.f_lineno}"
+                    return f"{min(file, os.path.relpath(file), key=len)}:{frame.f_lineno}"
                 frame = frame.f_back
         return ""
 
