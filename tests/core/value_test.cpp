@@ -296,6 +296,57 @@ TEST_F(ValueTest, ZeroByteValuesOverlapNothingAndStayDistinct) {
   EXPECT_EQ(used(kDisk), 4096_B);
 }
 
+TEST_F(ValueTest, MemoryThatIsDepartingCanBeAdoptedAgainOnceItHasGone) {
+  start();
+  const auto spec = make_spec(128);
+  auto block = backend->make_block(kPageable, spec, 1);
+  auto alias = backend->make_overlapping_block(*block, 100, make_spec(20));
+  const Handle handle = manager->adopt(std::move(block), spec);
+  manager->move(handle, kDisk);
+  ASSERT_EQ(backend->num_queued(), 1U);
+  refused<OwnershipError>([&] { (void)manager->adopt(alias, make_spec(20)); });
+  backend->complete_all();
+  EXPECT_NO_THROW((void)manager->adopt(alias, make_spec(20)));
+  alias.reset();
+}
+
+TEST_F(ValueTest, MemoryWhoseDepartureFailedIsManagedAsBefore) {
+  start();
+  const auto spec = make_spec(128);
+  auto block = backend->make_block(kPageable, spec, 1);
+  auto alias = backend->make_overlapping_block(*block, 100, make_spec(20));
+  const Handle handle = manager->adopt(std::move(block), spec);
+  backend->fail(Call::kTransfer, 1);
+  manager->move(handle, kDisk);
+  backend->complete_all();
+  refused<OwnershipError>([&] { (void)manager->adopt(alias, make_spec(20)); });
+  EXPECT_THROW(manager->ensure(handle, kPinned), TransferError);
+  manager->discard(handle);
+  EXPECT_NO_THROW((void)manager->adopt(alias, make_spec(20)));
+  alias.reset();
+}
+
+TEST_F(ValueTest, AddressesThatATransferFreedMayBeAllocatedBeforeThatIsNoticed) {
+  start();
+  const auto spec = make_spec(128);
+  auto block = backend->make_block(kPageable, spec, 1);
+  std::shared_ptr<FakeBlock> reused = backend->make_overlapping_block(*block, 0, spec);
+  auto alias = backend->make_overlapping_block(*block, 100, make_spec(20));
+  const Handle older = adopt(kPageable, 100);
+  manager->ensure(older, kCuda0);  // stays in flight: what ended behind it is not looked at
+  const Handle departing = manager->adopt(std::move(block), spec);
+  manager->move(departing, kDisk);
+  ASSERT_TRUE(backend->complete(departing, kDisk));
+  const Handle loaded = source(128);
+  sources[loaded]->instead = [&] { return std::exchange(reused, nullptr); };
+  manager->ensure(loaded, kPageable);
+  EXPECT_NO_THROW(manager->audit());  // notices that the departing one has gone
+  refused<OwnershipError>([&] { (void)manager->adopt(alias, make_spec(20)); });
+  manager->drop(loaded, kPageable);
+  EXPECT_NO_THROW((void)manager->adopt(alias, make_spec(20)));
+  alias.reset();
+}
+
 TEST_F(ValueTest, AdoptedMemoryCanBeAdoptedAgainAfterItEnded) {
   start();
   const auto spec = make_spec(100);
