@@ -130,7 +130,16 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
     entry.handle = handle;
     entry.source = location;
     entry.host_start_ns = now_ns();
-    std::vector<FencePtr> watches = watch_escapes(lock, *record);
+    std::vector<FencePtr> watches;
+    try {
+      watches = watch_escapes(lock, *record);
+    } catch (...) {
+      entry.failed = true;
+      entry.failure = describe(std::current_exception());
+      entry.host_end_ns = now_ns();
+      trace_.append(entry, nullptr, nullptr);
+      throw;
+    }
     for (FencePtr& watch : watches) {
       MaterializationPtr each = detach(*record, record->first->location);
       if (each->location == location) {

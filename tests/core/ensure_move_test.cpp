@@ -11,6 +11,7 @@ namespace {
 using EnsureTest = ManagerTest;
 using MoveTest = ManagerTest;
 using LateFailureTest = ManagerTest;
+using WatchEscapeTest = ManagerTest;
 
 TEST_F(EnsureTest, AddsAMaterializationAndKeepsTheOthers) {
   start();
@@ -630,6 +631,196 @@ TEST_F(LateFailureTest, CloseWithTransfersUnderWay) {
   manager->close(true, true);
   EXPECT_EQ(backend->live_bytes(kPageable), Bytes());
   EXPECT_EQ(backend->live_bytes(kDisk), Bytes());
+}
+
+TEST_F(LateFailureTest, OfTwoTransfersOfOneValueIsToldByTheReportOfEach) {
+  start();
+  const Handle handle = adopt(kPageable, 128);
+  backend->fail(Call::kTransfer, 1);
+  const auto staged = manager->ensure(handle, kCuda0);
+  backend->fail(Call::kTransfer, 1);
+  const auto to_file = manager->ensure(handle, kDisk);
+  backend->complete_all();
+  const auto failure_told_by = [](const ActionReport& report) {
+    try {
+      report.wait();
+    } catch (const TransferError& error) {
+      EXPECT_THROW(std::rethrow_exception(error.cause), fake::InjectedFault);
+      return error.path;
+    }
+    return TransferPath::kNone;
+  };
+  EXPECT_EQ(failure_told_by(to_file), TransferPath::kFile) << "the one that failed later";
+  EXPECT_EQ(failure_told_by(to_file), TransferPath::kNone) << "told once";
+  EXPECT_EQ(failure_told_by(staged), TransferPath::kStaged);
+  EXPECT_EQ(failure_told_by(staged), TransferPath::kNone);
+  EXPECT_EQ(places(handle), std::vector{kPageable});
+  EXPECT_EQ(used(kCuda0), Bytes());
+  EXPECT_EQ(used(kDisk), Bytes());
+  EXPECT_TRUE(holds(handle, kPageable));
+  manager->ensure(handle, kCuda0);
+  EXPECT_TRUE(holds(handle, kCuda0));
+}
+
+TEST_F(LateFailureTest, OfTwoTransfersOfOneValueIsToldByTheNextTwoTouches) {
+  start();
+  const Handle handle = adopt(kPageable, 128);
+  manager->ensure(handle, kPinned);
+  backend->fail(Call::kTransfer, 1);
+  manager->ensure(handle, kDisk);
+  backend->fail(Call::kTransfer, 1);
+  manager->move(handle, kCuda0, kPageable);
+  backend->complete_all();
+  EXPECT_THROW(manager->drop(handle, kCuda1), TransferError);
+  EXPECT_THROW(manager->drop(handle, kCuda1), TransferError);
+  EXPECT_TRUE(manager->drop(handle, kCuda1).no_op());
+  EXPECT_EQ(places(handle), (std::vector{kPageable, kPinned}));
+  EXPECT_TRUE(holds(handle, kPageable));
+  EXPECT_TRUE(holds(handle, kPinned));
+}
+
+TEST_F(LateFailureTest, DuringCloseFreesTheMemoryIsInTheTraceAndDestroysNoBytes) {
+  start();
+  const auto spec = make_spec(128);
+  auto mine = backend->make_block(kPageable, spec, 5);
+  const Handle handle = manager->adopt(mine, spec);
+  backend->fail(Call::kTransfer, 1);
+  const auto report = manager->move(handle, kCuda0);
+  ASSERT_EQ(backend->num_queued(), 1U) << "it fails while close waits for it";
+  manager->close();
+  EXPECT_EQ(backend->num_queued(), 0U);
+  EXPECT_EQ(backend->live_bytes(kCuda0), Bytes());
+  EXPECT_TRUE(report.record().failed);
+  EXPECT_NE(report.record().failure.find("injected"), std::string::npos);
+  ASSERT_EQ(manager->trace().size(), 1U);
+  EXPECT_TRUE(manager->trace()[0].failed);
+  EXPECT_NE(manager->trace()[0].failure.find("injected"), std::string::npos);
+  EXPECT_TRUE(mine->holds(5));
+  EXPECT_EQ(backend->live_bytes(kPageable), 128_B) << "the test has it";
+  mine.reset();
+  EXPECT_EQ(backend->live_bytes(kPageable), Bytes()) << "and nobody else";
+}
+
+TEST_F(LateFailureTest, DuringCloseIsOwedToNobody) {
+  start();
+  const Handle handle = adopt(kPageable, 128);
+  backend->fail(Call::kTransfer, 1);
+  const auto report = manager->move(handle, kDisk);
+  manager->close(true, true);
+  EXPECT_TRUE(report.done());
+  EXPECT_NO_THROW(report.wait()) << "everything has ended: nobody is owed the failure";
+  EXPECT_THROW(manager->ensure(handle, kPageable), ClosedError);
+}
+
+TEST_F(LateFailureTest, AfterACloseThatDidNotWaitFreesTheMemoryThoughTheReportLivesOn) {
+  start();
+  const Handle handle = adopt(kPageable, 128);
+  backend->fail(Call::kTransfer, 1);
+  const auto report = manager->move(handle, kCuda0);
+  manager->close(false);
+  EXPECT_EQ(backend->live_bytes(kPageable), 128_B) << "the transfer reads it";
+  backend->complete_all();
+  EXPECT_TRUE(report.record().failed);
+  EXPECT_EQ(backend->live_bytes(kPageable), Bytes());
+  EXPECT_EQ(backend->live_bytes(kCuda0), Bytes());
+}
+
+TEST_F(LateFailureTest, RefreshOfAStaleOneThatStillArrivesWaitsForIt) {
+  start();
+  for (const bool fails : {false, true}) {
+    SCOPED_TRACE(fails ? "it fails" : "it arrives");
+    const Handle handle = adopt(kCuda0, 512, kReplicable, kMutable);
+    manager->ensure(handle, kCuda1);
+    backend->complete_all();
+    if (fails) {
+      backend->fail(Call::kTransfer, 1);
+    }
+    manager->ensure(handle, kPageable);  // reads the copy at cuda:0
+    Lease lease = acquire(handle, kCuda1, Access::kWrite);
+    backend->launch_write({kCuda1, 0}, block(lease, handle), seeds[handle] = 77);
+    lease.release();
+    ASSERT_TRUE(at(handle, kPageable).stale);
+    ASSERT_EQ(at(handle, kPageable).state, MaterializationState::kArriving);
+    refused<UnavailableError>([&] { manager->ensure(handle, kPageable, {.may_block = false}); });
+    if (fails) {
+      EXPECT_THROW(manager->ensure(handle, kPageable), TransferError);
+      EXPECT_EQ(places(handle), (std::vector{kCuda0, kCuda1}));
+      EXPECT_EQ(used(kPageable), 512_B) << "of the first value";
+    }
+    const auto report = manager->ensure(handle, kPageable);
+    EXPECT_EQ(report.reason(), fails ? Reason::kCopied : Reason::kRefreshed);
+    EXPECT_EQ(report.record().waited, !fails);
+    EXPECT_TRUE(holds(handle, kPageable));
+    EXPECT_NO_THROW(manager->audit());
+  }
+}
+
+TEST_F(LateFailureTest, CopyBackToWhatIsDepartingWaitsForTheOutcome) {
+  start();
+  for (const bool fails : {false, true}) {
+    SCOPED_TRACE(fails ? "it fails" : "it arrives");
+    const Handle handle = adopt(kPageable, 128);
+    manager->ensure(handle, kPinned);
+    if (fails) {
+      backend->fail(Call::kTransfer, 1);
+    }
+    manager->move(handle, kDisk, kPageable);
+    ASSERT_EQ(backend->num_queued(), 1U);
+    // The copy would not read the file: what it must wait for is that its target may come back.
+    const auto back = [&] { return manager->ensure(handle, kPageable); };
+    refused<UnavailableError>([&] { manager->ensure(handle, kPageable, {.may_block = false}); });
+    if (fails) {
+      EXPECT_THROW(back(), TransferError);
+      EXPECT_EQ(places(handle), (std::vector{kPageable, kPinned}));
+      EXPECT_TRUE(back().no_op());
+    } else {
+      EXPECT_TRUE(back().record().waited);
+      EXPECT_EQ(places(handle), (std::vector{kPageable, kPinned, kDisk}));
+    }
+    EXPECT_TRUE(holds(handle, kPageable));
+    EXPECT_NO_THROW(manager->audit());
+  }
+}
+
+TEST_F(WatchEscapeTest, ThatFailsLeavesEveryActionUndoneBeforeAnythingIsCopied) {
+  start();
+  const Handle handle = adopt(kPageable, 128);
+  manager->ensure(handle, kPinned);
+  const std::pair<const char*, std::function<void()>> calls[] = {
+      {"move", [&] { manager->move(handle, kCuda0, kPinned); }},
+      {"drop", [&] { manager->drop(handle, kPinned); }},
+      {"discard", [&] { manager->discard(handle); }},
+      {"take", [&] { (void)manager->take(handle); }},
+  };
+  for (const auto& [name, call] : calls) {
+    for (const std::uint64_t n : {1U, 2U}) {
+      SCOPED_TRACE(name);
+      const std::string before = fingerprint(manager->snapshot());
+      const auto version = manager->state_version();
+      const auto num_copies = backend->num_calls(Call::kCopy);
+      const auto num_entries = manager->trace().size();
+      backend->fail(Call::kWatchEscape, n);
+      try {
+        call();
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const fake::InjectedFault&) {
+      }
+      EXPECT_EQ(fingerprint(manager->snapshot()), before);
+      EXPECT_EQ(manager->state_version(), version);
+      EXPECT_EQ(backend->num_calls(Call::kCopy), num_copies);
+      EXPECT_EQ(backend->live_bytes(kCuda0), Bytes());
+      ASSERT_EQ(manager->trace().size(), num_entries + 1) << "the attempt reached the backend";
+      EXPECT_TRUE(manager->trace().back().failed);
+      EXPECT_NE(manager->trace().back().failure.find("watch_escape"), std::string::npos);
+      EXPECT_NO_THROW(manager->audit());
+      if (std::string(name) == "move" || std::string(name) == "drop") {
+        break;  // they give up one
+      }
+    }
+  }
+  EXPECT_TRUE(holds(handle, kPageable));
+  EXPECT_TRUE(holds(handle, kPinned));
+  EXPECT_NO_THROW(manager->discard(handle));
 }
 
 }  // namespace
