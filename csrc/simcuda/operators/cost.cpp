@@ -1,0 +1,187 @@
+#include "csrc/simcuda/operators/cost.h"
+
+#include <ATen/Context.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace residency::simcuda {
+namespace {
+
+using Specs = c10::ArrayRef<TensorSpec>;
+using Values = c10::ArrayRef<c10::IValue>;
+
+double count(const TensorSpec& spec) {
+  double elements = 1;
+  for (const int64_t size : spec.sizes) {
+    elements *= static_cast<double>(size);
+  }
+  return elements;
+}
+
+double size(const TensorSpec& spec, int64_t dim) {
+  const auto rank = static_cast<int64_t>(spec.sizes.size());
+  const int64_t index = dim < 0 ? dim + rank : dim;
+  return index >= 0 && index < rank ? static_cast<double>(spec.sizes[static_cast<size_t>(index)]) : 1;
+}
+
+// [.., m, k] x [.., k, n]: both matrices are `Behind` the tensors that are only added.
+template <size_t Behind>
+double product_flops(Specs inputs, Specs /*written*/, Values /*arguments*/) {
+  if (inputs.size() < Behind + 2) {
+    return 0;
+  }
+  return 2 * count(inputs[Behind]) * size(inputs[Behind + 1], -1);
+}
+
+// Input, weight, (bias,) ...: each output element is a product over a filter. With the channels of the
+// transposed kind the same holds for each input element.
+double convolution_flops_of(const TensorSpec& positions, const TensorSpec& weight) {
+  return 2 * count(positions) * count(weight) / std::max(1.0, size(weight, 0));
+}
+
+bool is_transposed(Values arguments) {
+  // The first plain bool of convolution, _convolution and convolution_backward.
+  for (const c10::IValue& value : arguments) {
+    if (value.isBool()) {
+      return value.toBool();
+    }
+  }
+  return false;
+}
+
+double convolution_flops(Specs inputs, Specs written, Values arguments) {
+  if (inputs.size() < 2 || written.empty()) {
+    return 0;
+  }
+  return convolution_flops_of(is_transposed(arguments) ? inputs[0] : written[0], inputs[1]);
+}
+
+double cudnn_convolution_flops(Specs inputs, Specs written, Values /*arguments*/) {
+  return inputs.size() < 2 || written.empty() ? 0 : convolution_flops_of(written[0], inputs[1]);
+}
+
+double convolution_backward_flops(Specs inputs, Specs written, Values arguments) {
+  if (inputs.size() < 3) {
+    return 0;
+  }
+  const double one =
+      convolution_flops_of(is_transposed(arguments) ? inputs[1] : inputs[0], inputs[2]);
+  double products = 0;  // of the gradients of the input and of the weight
+  for (size_t i = 0; i < std::min<size_t>(written.size(), 2); ++i) {
+    products += written[i].defined() ? 1 : 0;
+  }
+  return products * one;
+}
+
+// query, key, value of [batch, heads, length, width].
+double attention_flops_from(Specs inputs, size_t first, double products) {
+  if (inputs.size() < first + 3) {
+    return 0;
+  }
+  return products * 2 * count(inputs[first]) * size(inputs[first + 1], -2);
+}
+
+double attention_flops(Specs inputs, Specs /*written*/, Values /*arguments*/) {
+  return attention_flops_from(inputs, 0, 2);
+}
+
+// grad_output comes first; five products, as the scores are computed again.
+double attention_backward_flops(Specs inputs, Specs /*written*/, Values /*arguments*/) {
+  return attention_flops_from(inputs, 1, 5);
+}
+
+struct Entry {
+  std::string_view name;  ///< without the overload
+  CostFormula formula;
+};
+
+constexpr std::array kFormulas{
+    Entry{"mm", {&product_flops<0>, true}},
+    Entry{"bmm", {&product_flops<0>, true}},
+    Entry{"mv", {&product_flops<0>, true}},
+    Entry{"dot", {&product_flops<0>, true}},
+    Entry{"_int_mm", {&product_flops<0>, true}},
+    Entry{"_scaled_mm", {&product_flops<0>, true}},
+    Entry{"addmm", {&product_flops<1>, true}},
+    Entry{"addmm_", {&product_flops<1>, true}},
+    Entry{"addmv", {&product_flops<1>, true}},
+    Entry{"addmv_", {&product_flops<1>, true}},
+    Entry{"addbmm", {&product_flops<1>, true}},
+    Entry{"baddbmm", {&product_flops<1>, true}},
+    Entry{"baddbmm_", {&product_flops<1>, true}},
+    Entry{"_addmm_activation", {&product_flops<1>, true}},
+    Entry{"convolution", {&convolution_flops, true}},
+    Entry{"_convolution", {&convolution_flops, true}},
+    Entry{"cudnn_convolution", {&cudnn_convolution_flops, true}},
+    Entry{"cudnn_convolution_relu", {&cudnn_convolution_flops, true}},
+    Entry{"cudnn_convolution_add_relu", {&cudnn_convolution_flops, true}},
+    Entry{"convolution_backward", {&convolution_backward_flops, true}},
+    Entry{"_scaled_dot_product_flash_attention", {&attention_flops, true}},
+    Entry{"_scaled_dot_product_efficient_attention", {&attention_flops, true}},
+    Entry{"_scaled_dot_product_cudnn_attention", {&attention_flops, true}},
+    Entry{"_scaled_dot_product_flash_attention_backward", {&attention_backward_flops, true}},
+    Entry{"_scaled_dot_product_efficient_attention_backward", {&attention_backward_flops, true}},
+};
+
+}  // namespace
+
+CostFormula find_cost_formula(std::string_view name) {
+  const std::string_view base = name.substr(0, name.find('.'));
+  const auto* found = std::find_if(kFormulas.begin(), kFormulas.end(),
+                                   [&](const Entry& entry) { return entry.name == base; });
+  return found == kFormulas.end() ? CostFormula{} : found->formula;
+}
+
+int precision_of(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::kDouble:
+    case c10::kComplexDouble: return SIMCUDA_FP64;
+    case c10::kHalf:
+    case c10::kBFloat16:
+    case c10::ScalarType::ComplexHalf: return SIMCUDA_FP16;
+    case c10::kFloat8_e4m3fn:
+    case c10::kFloat8_e5m2:
+    case c10::kFloat8_e4m3fnuz:
+    case c10::kFloat8_e5m2fnuz: return SIMCUDA_FP8;
+    default: return SIMCUDA_FP32;
+  }
+}
+
+Cost price(const CostFormula& formula, Specs inputs, Specs written, Values arguments) {
+  Cost cost;
+  cost.matrix_product = formula.matrix_product;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  for (const Specs specs : {inputs, written}) {
+    for (const TensorSpec& spec : specs) {
+      if (!spec.defined()) {
+        continue;
+      }
+      cost.bytes += spec.touched_bytes();
+      if (formula.flops == nullptr) {
+        cost.flops = std::max(cost.flops, count(spec));
+      }
+      if (dtype == c10::ScalarType::Undefined && c10::isFloatingType(spec.dtype)) {
+        dtype = spec.dtype;
+      }
+    }
+  }
+  if (formula.flops != nullptr) {
+    cost.flops = formula.flops(inputs, written, arguments);
+  } else if (dtype == c10::kHalf || dtype == c10::kBFloat16) {
+    dtype = c10::kFloat;  // tensor cores do matrix products only
+  }
+  cost.precision = precision_of(dtype);
+  return cost;
+}
+
+simcuda_work work_of(const Cost& cost, const char* name) {
+  int precision = cost.precision;
+  if (cost.matrix_product && precision == SIMCUDA_FP32 && at::globalContext().allowTF32CuBLAS()) {
+    precision = SIMCUDA_TF32;
+  }
+  return {name, cost.flops, cost.bytes, precision};
+}
+
+}  // namespace residency::simcuda
