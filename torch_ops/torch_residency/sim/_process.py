@@ -30,6 +30,7 @@ def give_to_children(settings: dict[str, str]) -> Path:
     _prepend("LD_PRELOAD", preload)
     package = Path(__file__).resolve().parents[2]
     paths = [str(Path(__file__).resolve().parent / "children")]
+    sys.path.append(paths[0])  # multiprocessing's "spawn" gives its children this list
     if package not in (Path(sysconfig.get_path(key)) for key in ("purelib", "platlib")):
         paths.append(str(package))
     _prepend("PYTHONPATH", paths)
