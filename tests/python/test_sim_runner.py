@@ -30,7 +30,7 @@ def test_a_plain_script_runs_and_is_reported(sim_process):
     assert run.output.startswith("loss ")  # and nothing else: the report is on standard error
     assert len(run.output.splitlines()) == 1
     for line in (
-        r"--- simulated card: 1 x h200 with 2GiB, computing",
+        r"--- simulated card: 1 x h200 with 2(\.00 )?GiB, computing",
         r"device 0: peak allocated \d.*, peak reserved 2\.00 MiB, allocator retries 0, "
         r"out of memory 0",
         r"page-locked on the host: peak ",
@@ -293,7 +293,7 @@ def test_torch_elsewhere_is_not_touched(sim_process):
 @pytest.mark.parametrize(
     "options, expected",
     [
-        (["--memory=24"], "memory"),
+        (["--memory=24parsecs"], "memory"),
         (["--memory=lots"], "memory"),
         (["--devices=0"], "devices"),
         (["--card=voodoo2"], "card"),

@@ -57,8 +57,10 @@ def collect(watch: Watch) -> dict:
 
 def as_text(report: dict) -> str:
     card = report["card"]
+    memory = card["memory"]
     lines = [
-        f"{card['devices']} x {card['card']} with {card['memory']}, {card['mode']}",
+        f"{card['devices']} x {card['card']} with "
+        f"{size(int(memory)) if memory.isdigit() else memory}, {card['mode']}"
     ]
     for i, device in enumerate(report["devices"]):
         lines.append(
