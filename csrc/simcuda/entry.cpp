@@ -1,0 +1,114 @@
+#include "csrc/simcuda/entry.h"
+
+#include <map>
+#include <set>
+
+#include <unistd.h>
+
+#include "csrc/simcuda/runtime.h"
+#include "csrc/simcuda/settings.h"
+
+namespace simcuda {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, EntryPoint*> by_name;
+  std::set<std::string> told_not_simulated;
+};
+
+Registry& registry() {
+  static Registry* registry = new Registry;
+  return *registry;
+}
+
+thread_local cudaError_t t_last_error = cudaSuccess;
+thread_local std::string* t_message = nullptr;
+
+}  // namespace
+
+EntryPoint& EntryPoint::named(const char* name) {
+  Hidden hidden;
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  EntryPoint*& entry = registry().by_name[name];
+  if (!entry) entry = new EntryPoint;
+  return *entry;
+}
+
+int EntryPoint::enter(Cost cost) {
+  num_calls_.fetch_add(1, std::memory_order_relaxed);
+  if (forked_after_use()) return cudaErrorInitializationError;
+  if (cost == Cost::kHostCall) runtime().clock.pass(time_ns(kHostCall));
+  if (!armed_.load(std::memory_order_relaxed)) return cudaSuccess;
+  return injected_error();
+}
+
+int EntryPoint::injected_error() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (fault_.skip > 0) {
+    --fault_.skip;
+    return cudaSuccess;
+  }
+  if (fault_.count == 0) return cudaSuccess;
+  --fault_.count;
+  return fault_.error;
+}
+
+void EntryPoint::inject(Fault fault) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  fault_ = fault;
+  armed_ = fault.count > 0;
+}
+
+void reset_call_counts() {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  for (auto& [name, entry] : registry().by_name) entry->reset_calls();
+}
+
+cudaError_t fail(cudaError_t error) {
+  if (error != cudaSuccess && error != cudaErrorNotReady) t_last_error = error;
+  return error;
+}
+
+cudaError_t last_error() { return t_last_error; }
+
+cudaError_t take_last_error() {
+  cudaError_t error = t_last_error;
+  t_last_error = cudaSuccess;
+  return error;
+}
+
+void set_message(std::string message) {
+  // Leaked with its thread: a thread_local string would be destroyed before the last calls of
+  // libraries that clean up at the end.
+  if (!t_message) t_message = new std::string;
+  *t_message = std::move(message);
+}
+
+const char* message() { return t_message ? t_message->c_str() : ""; }
+
+void complain(const std::string& line) {
+  std::string text = "simcuda: " + line + "\n";
+  // Nothing is left to tell it to when stderr is gone.
+  [[maybe_unused]] ssize_t written = write(STDERR_FILENO, text.data(), text.size());
+}
+
+cudaError_t not_simulated(const char* name, const char* advice) {
+  bool first = false;
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    first = registry().told_not_simulated.insert(name).second;
+  }
+  if (first) complain(std::string(name) + " is not simulated" + advice);
+  return fail(cudaErrorNotSupported);
+}
+
+}  // namespace simcuda
+
+// What the generated stubs call.
+extern "C" int simcuda_stub(const char* name) {
+  simcuda::Hidden hidden;
+  int refused = simcuda::EntryPoint::named(name).enter(simcuda::Cost::kNothing);
+  if (refused) return simcuda::fail(static_cast<cudaError_t>(refused));
+  return simcuda::not_simulated(name);
+}
