@@ -115,8 +115,9 @@ def load_operators() -> None:
         torch.ops.load_library(str(library))
     except OSError as error:
         _operators_loaded = False
+        cause = _one_line(error.__cause__ or error)
         raise SimulationError(
-            f"{library} does not fit torch {torch.__version__}: {_one_line(error)}"
+            f"{library} does not fit torch {torch.__version__}: {cause}"
         ) from None
 
 
