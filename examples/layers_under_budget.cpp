@@ -188,7 +188,7 @@ std::vector<SafetensorsField> fields_of(const Layer& layer, const SafetensorsFil
   std::vector<SafetensorsField> fields;
   for (const std::string& tensor : checkpoint.names()) {
     if (tensor.starts_with(layer.prefix)) {
-      fields.emplace_back(tensor, tensor.substr(layer.prefix.size()));
+      fields.push_back(SafetensorsField(tensor).as(tensor.substr(layer.prefix.size())));
     }
   }
   return fields;
@@ -285,7 +285,7 @@ class ManagedModel {
   [[nodiscard]] const std::map<Location, Peak>& peaks() const noexcept { return peaks_; }
   [[nodiscard]] const std::map<TransferPath, PathTotals>& paths() const noexcept { return paths_; }
 
-  void close() { manager_->close(/*wait=*/true, /*force=*/true); }
+  void close() { manager_->close({.force = true}); }
 
  private:
   Handle hand_over(const Layer& layer, const SafetensorsFile& checkpoint) {

@@ -301,6 +301,7 @@ def test_torch_elsewhere_is_not_touched(sim_process):
         (["--set=colour=red"], "colour"),
         (["--set=colour"], "KEY=VALUE"),
         (["--speed=9"], "--speed"),
+        (["--timeline=missing/trace.json"], "missing/trace.json"),
     ],
 )
 def test_a_bad_option_is_refused(sim_process, options, expected):

@@ -62,6 +62,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     if options.module is None and not Path(options.program[0]).is_file():
         parser.error(f"no script '{options.program[0]}'")
 
+    for option in ("timeline", "json"):
+        path = getattr(options, option)
+        if path and not os.access(Path(path).resolve().parent, os.W_OK):
+            parser.error(f"argument --{option}: cannot write '{path}'")
+
     options.settings = {}
     for item in options.set:
         key, equals, value = item.partition("=")

@@ -91,8 +91,8 @@ def load(**settings: object) -> None:
     control.check_version(_CONTROL_VERSION)
     for key, value in settings.items():
         control.set(key, value)
-    load_operators()
     verify()
+    load_operators()
 
 
 _operators_loaded = False
