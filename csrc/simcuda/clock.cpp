@@ -181,13 +181,9 @@ bool Clock::is_done(Lock& lock, const OperationPtr& operation) {
   return operation->model.resolved && operation->model.end_ns <= now();
 }
 
-Clock::Waited Clock::wait(Lock& lock, const std::vector<OperationPtr>& operations) {
-  Waited waited;
+uint64_t Clock::wait(Lock& lock, const std::vector<OperationPtr>& operations) {
   uint64_t entered = now();
   advance(lock);
-  for (const OperationPtr& operation : operations) {
-    if (operation && !is_done(lock, operation)) waited.was_busy = true;
-  }
   for (const OperationPtr& operation : operations) {
     if (!operation) continue;
     gate_opened_.wait(lock, [&] { return would_end(lock, *operation); });
@@ -195,9 +191,9 @@ Clock::Waited Clock::wait(Lock& lock, const std::vector<OperationPtr>& operation
     raise_to(operation->model.end_ns);
     advance(lock);
   }
-  waited.blocked_ns = now() - std::min(now(), entered);
-  if (waited.blocked_ns > 0) timeline.add_wait(entered, now());
-  return waited;
+  uint64_t left = now();
+  if (left > entered) timeline.add_wait(entered, left);
+  return left - entered;
 }
 
 template <class Look>

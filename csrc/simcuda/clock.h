@@ -54,12 +54,9 @@ class Clock {
   void advance(Lock&);
   bool is_done(Lock&, const OperationPtr& operation);
 
-  struct Waited {
-    bool was_busy = false;
-    uint64_t blocked_ns = 0;
-  };
-  // The host waits until all have ended; really, while one of them is held.
-  Waited wait(Lock& lock, const std::vector<OperationPtr>& operations);
+  // The host waits until all have ended; really, while one of them is held. Returns the modelled
+  // time it waited.
+  uint64_t wait(Lock& lock, const std::vector<OperationPtr>& operations);
 
   // When all engines and streams of a device (null: all devices) would be done if nothing more
   // were enqueued.

@@ -169,10 +169,12 @@ cudaError_t copy(StreamPtr& stream, const CopyRequest& request) {
 
   bool captured = false;
   bool staged = false;
+  bool was_busy = false;
   OperationPtr operation;
   {
     Clock::Lock lock(runtime().clock.mutex);
     captured = stream->capture != nullptr;
+    was_busy = is_busy(lock, stream->device);
     bool small = route->pageable && shape.num_bytes() <= kStagedBytes;
     bool stageable = route->direction == SIMCUDA_H2D && (small || request.source_ends);
     staged = stageable && !captured && !request.blocking;
@@ -192,7 +194,7 @@ cudaError_t copy(StreamPtr& stream, const CopyRequest& request) {
   bool touches_host = route->direction != SIMCUDA_D2D && route->direction != SIMCUDA_PEER;
   bool waits = touches_host && !captured && !staged && (request.blocking || route->pageable);
   if (!waits) return cudaSuccess;
-  synchronize(stream->device, {operation});
+  synchronize(stream->device, {operation}, was_busy);
   return static_cast<cudaError_t>(stream->device.broken.load());
 }
 

@@ -183,12 +183,12 @@ SIMCUDA_EXPORT cudaError_t cudaHostRegister(void* pointer, size_t num_bytes, uns
   AddressSpace& memory = runtime().memory;
   uint64_t first_page = address_of(pointer) / page_bytes() * page_bytes();
   uint64_t charged = round_up(address_of(pointer) + num_bytes, page_bytes()) - first_page;
-  if (!memory.charge_pinned(charged)) return fail(cudaErrorMemoryAllocation);
   Range range{address_of(pointer), num_bytes, device.ordinal, RangeKind::kRegistered,
               charged,             flags};
-  if (!memory.insert_if_free(range)) {
-    memory.uncharge_pinned(charged);
-    return fail(cudaErrorHostMemoryAlreadyRegistered);
+  if (!memory.insert_if_free(range)) return fail(cudaErrorHostMemoryAlreadyRegistered);
+  if (!memory.charge_pinned(charged)) {
+    memory.take(pointer, RangeKind::kRegistered);
+    return fail(cudaErrorMemoryAllocation);
   }
   pass_page_lock(charged);
   return cudaSuccess;

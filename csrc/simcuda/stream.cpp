@@ -280,18 +280,29 @@ StreamPtr find_stream(cudaStream_t handle) {
   return runtime().streams.find(handle);
 }
 
+bool is_busy(Clock::Lock& lock, const Device& device) {
+  std::vector<OperationPtr> operations = last_operations(device);
+  return std::any_of(operations.begin(), operations.end(), [&](const OperationPtr& last) {
+    return !runtime().clock.is_done(lock, last);
+  });
+}
+
 void synchronize(Device& device, const std::vector<OperationPtr>& operations) {
+  bool was_busy = false;
+  {
+    Clock::Lock lock(runtime().clock.mutex);
+    was_busy = is_busy(lock, device);
+  }
+  synchronize(device, operations, was_busy);
+}
+
+void synchronize(Device& device, const std::vector<OperationPtr>& operations, bool was_busy) {
   Clock& clock = runtime().clock;
   {
     Clock::Lock lock(clock.mutex);
-    bool device_was_busy = false;
-    for (const OperationPtr& last : last_operations(device)) {
-      if (!clock.is_done(lock, last)) device_was_busy = true;
-    }
     ++device.counters.host_syncs;
-    if (device_was_busy) ++device.counters.busy_host_syncs;
-    Clock::Waited waited = clock.wait(lock, operations);
-    device.counters.blocked_time += waited.blocked_ns;
+    if (was_busy) ++device.counters.busy_host_syncs;
+    device.counters.blocked_time += clock.wait(lock, operations);
   }
   for (const OperationPtr& operation : operations) {
     if (operation) operation->wait_until_run();

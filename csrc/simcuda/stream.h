@@ -104,7 +104,12 @@ cudaError_t open_stream(cudaStream_t handle, StreamPtr& stream);
 // (a per-thread default stream is not told apart from it). Null when there is none.
 StreamPtr find_stream(cudaStream_t handle);
 
-// The host waits for operations in a call that counts as synchronising on `device`.
+// Whether the clock sees work left on a device.
+bool is_busy(Clock::Lock& lock, const Device& device);
+// The host waits for operations in a call that counts as synchronising on `device`, which had work
+// left, or not, when the call was entered.
+void synchronize(Device& device, const std::vector<OperationPtr>& operations, bool was_busy);
+// The same, entered just now.
 void synchronize(Device& device, const std::vector<OperationPtr>& operations);
 // The same for all that a device has to do.
 void synchronize_device(Device& device);
