@@ -1,5 +1,7 @@
 #include "csrc/simcuda/operators/copy.h"
 
+#include <memory>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAException.h>
@@ -7,8 +9,6 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
-
-#include <memory>
 
 #include "csrc/simcuda/operators/cost.h"
 #include "csrc/simcuda/operators/tensor_spec.h"
@@ -53,13 +53,14 @@ struct StridedCopy {
 
 void launch_copy(const Tensor& self, const Tensor& source) {
   const c10::cuda::CUDAGuard guard(self.device());
-  auto copy = std::make_unique<StridedCopy>(StridedCopy{
-      TensorSpec::of(self), TensorSpec::of(source), self.const_data_ptr(), source.const_data_ptr()});
+  auto copy =
+      std::make_unique<StridedCopy>(StridedCopy{TensorSpec::of(self), TensorSpec::of(source),
+                                                self.const_data_ptr(), source.const_data_ptr()});
   simcuda_work work{"aten::copy_", 0, 0, SIMCUDA_FP32};
   work.bytes = copy->to_spec.touched_bytes() + copy->from_spec.touched_bytes();
-  C10_CUDA_CHECK(static_cast<cudaError_t>(
-      simcuda_launch(c10::cuda::getCurrentCUDAStream().stream(), &work, &StridedCopy::run,
-                     &StridedCopy::destroy, copy.release())));
+  C10_CUDA_CHECK(static_cast<cudaError_t>(simcuda_launch(c10::cuda::getCurrentCUDAStream().stream(),
+                                                         &work, &StridedCopy::run,
+                                                         &StridedCopy::destroy, copy.release())));
 }
 
 }  // namespace
@@ -75,7 +76,8 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     launch_copy(self, expanded);
     return self;
   }
-  // Between devices, only plain bytes travel: converted and gathered on one side, spread on the other.
+  // Between devices, only plain bytes travel: converted and gathered on one side, spread on the
+  // other.
   const Tensor packed = expanded.to(self.scalar_type()).contiguous();
   const Tensor arrived = at::empty_like(packed, packed.options().device(self.device()));
   arrived.copy_(packed, non_blocking);

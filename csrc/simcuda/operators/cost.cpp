@@ -1,10 +1,10 @@
 #include "csrc/simcuda/operators/cost.h"
 
-#include <ATen/Context.h>
-
 #include <algorithm>
 #include <array>
 #include <utility>
+
+#include <ATen/Context.h>
 
 namespace residency::simcuda {
 namespace {
@@ -23,7 +23,8 @@ double count(const TensorSpec& spec) {
 double size(const TensorSpec& spec, int64_t dim) {
   const auto rank = static_cast<int64_t>(spec.sizes.size());
   const int64_t index = dim < 0 ? dim + rank : dim;
-  return index >= 0 && index < rank ? static_cast<double>(spec.sizes[static_cast<size_t>(index)]) : 1;
+  return index >= 0 && index < rank ? static_cast<double>(spec.sizes[static_cast<size_t>(index)])
+                                    : 1;
 }
 
 // [.., m, k] x [.., k, n]: both matrices are `Behind` the tensors that are only added.
@@ -35,8 +36,8 @@ double product_flops(Specs inputs, Specs /*written*/, Values /*arguments*/) {
   return 2 * count(inputs[Behind]) * size(inputs[Behind + 1], -1);
 }
 
-// Input, weight, (bias,) ...: each output element is a product over a filter. With the channels of the
-// transposed kind the same holds for each input element.
+// Input, weight, (bias,) ...: each output element is a product over a filter. With the channels of
+// the transposed kind the same holds for each input element.
 double convolution_flops_of(const TensorSpec& positions, const TensorSpec& weight) {
   return 2 * count(positions) * count(weight) / std::max(1.0, size(weight, 0));
 }

@@ -1,10 +1,10 @@
 #ifndef RESIDENCY_SIMCUDA_OPERATORS_COST_H
 #define RESIDENCY_SIMCUDA_OPERATORS_COST_H
 
+#include <string_view>
+
 #include <ATen/core/stack.h>
 #include <c10/util/ArrayRef.h>
-
-#include <string_view>
 
 #include "csrc/simcuda/operators/tensor_spec.h"
 #include "residency/simcuda/control.h"

@@ -1,9 +1,9 @@
 #include "csrc/simcuda/operators/device_check.h"
 
+#include <optional>
+
 #include <ATen/core/List.h>
 #include <ATen/core/op_registration/adaption.h>
-
-#include <optional>
 
 namespace residency::simcuda {
 namespace {
@@ -70,7 +70,8 @@ void check_iterator(const OperatorTraits& traits, c10::ArrayRef<IValue> argument
         return;
       }
       const bool scalar = tensor.is_cpu() && tensor.dim() == 0 && !traits.arguments[i].is_out;
-      TORCH_CHECK(scalar, "Expected all tensors to be on the same device, but found at least two devices, ",
+      TORCH_CHECK(scalar,
+                  "Expected all tensors to be on the same device, but found at least two devices, ",
                   *common, " and ", tensor.device(), "!");
       ++host_scalars;
       TORCH_CHECK(host_scalars == 1 || traits.takes_host_scalars,

@@ -8,12 +8,13 @@
 
 namespace residency::simcuda {
 
-/// Throws PyTorch's error when the arguments are on devices that the operator does not take together.
+/// Throws PyTorch's error when the arguments are on devices that the operator does not take
+/// together.
 void check_devices(const OperatorTraits& traits, const c10::FunctionSchema& schema,
                    c10::ArrayRef<c10::IValue> arguments);
 
-/// Whether the tensors of a _foreach operator are on more than one device, so that it runs tensor by
-/// tensor.
+/// Whether the tensors of a _foreach operator are on more than one device, so that it runs tensor
+/// by tensor.
 [[nodiscard]] bool on_several_devices(const OperatorTraits& traits,
                                       c10::ArrayRef<c10::IValue> arguments);
 

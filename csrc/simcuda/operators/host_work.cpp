@@ -1,11 +1,11 @@
 #include "csrc/simcuda/operators/host_work.h"
 
+#include <memory>
+#include <string_view>
+
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
-
-#include <memory>
-#include <string_view>
 
 #include "csrc/simcuda/operators/cost.h"
 #include "residency/simcuda/control.h"
@@ -96,12 +96,10 @@ void finish(const RecordFunction& function, ObserverContext* context) {
     }
   }
   const std::string_view name = function.name();
-  if (!name.starts_with("aten::") ||
-      touches_nothing(name, *host_operator, function.outputs())) {
+  if (!name.starts_with("aten::") || touches_nothing(name, *host_operator, function.outputs())) {
     return;
   }
-  const Cost cost =
-      price(find_cost_formula(name.substr(6)), host_operator->inputs, outputs, {});
+  const Cost cost = price(find_cost_formula(name.substr(6)), host_operator->inputs, outputs, {});
   simcuda_work work{function.name(), cost.flops, cost.bytes, cost.precision};
   simcuda_host_work(&work);
 }

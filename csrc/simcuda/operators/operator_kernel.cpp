@@ -1,5 +1,10 @@
 #include "csrc/simcuda/operators/operator_kernel.h"
 
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/cuda/EmptyTensor.h>
@@ -7,11 +12,6 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "csrc/simcuda/operators/device_check.h"
 #include "csrc/simcuda/operators/random.h"
@@ -26,7 +26,8 @@ using c10::IValue;
 using torch::jit::Stack;
 
 // The device of the first CUDA tensor, which is the device a generated wrapper switches to.
-std::optional<c10::Device> device_of(const OperatorTraits& traits, c10::ArrayRef<IValue> arguments) {
+std::optional<c10::Device> device_of(const OperatorTraits& traits,
+                                     c10::ArrayRef<IValue> arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     const IValue& value = arguments[i];
     if (value.isTensor()) {
@@ -177,10 +178,30 @@ void add_cost(const OperatorTraits& traits, c10::ArrayRef<IValue> arguments, Pla
   plan.cost = price(traits.cost, plan.inputs, written, arguments);
 }
 
+// Boolean indices select as many elements as they hold: PyTorch counts them on the device and
+// waits, but for the assignment of one value, which is a masked fill.
+bool indexes_by_mask(const OperatorTraits& traits, c10::ArrayRef<IValue> arguments) {
+  bool mask = false;
+  bool one_value = false;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (traits.arguments[i].kind == ArgumentKind::kOptionalTensorList) {
+      for (const IValue& element : arguments[i].toListRef()) {
+        const auto dtype = element.isTensor() && element.toTensor().defined()
+                               ? element.toTensor().scalar_type()
+                               : c10::ScalarType::Undefined;
+        mask = mask || dtype == c10::kBool || dtype == c10::kByte;
+      }
+    } else if (i == 2 && arguments[i].isTensor()) {
+      one_value = arguments[i].toTensor().numel() == 1;
+    }
+  }
+  return mask && !one_value;
+}
+
 std::shared_ptr<const Plan> make_plan(const OperatorTraits& traits, const c10::OperatorHandle& op,
                                       c10::ArrayRef<IValue> arguments) {
   auto plan = std::make_shared<Plan>();
-  if (traits.synchronous) {
+  if (traits.synchronous || indexes_by_mask(traits, arguments)) {
     plan->synchronous = true;
     plan->why_synchronous = "its result depends on values";
   } else {
@@ -189,9 +210,9 @@ std::shared_ptr<const Plan> make_plan(const OperatorTraits& traits, const c10::O
     } catch (const c10::OutOfMemoryError&) {
       throw;
     } catch (const std::exception& error) {
-      // Either the operator has no shape inference or the arguments are wrong; in the second case the
-      // CPU kernel gives the error that a user knows.
-      *plan = {};
+      // Either the operator has no shape inference or the arguments are wrong; in the second case
+      // the CPU kernel gives the error that a user knows.
+      plan = std::make_shared<Plan>();
       plan->synchronous = true;
       const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
       plan->why_synchronous = torch_error ? torch_error->what_without_backtrace() : error.what();
@@ -214,9 +235,10 @@ std::shared_ptr<const Plan> make_plan(const OperatorTraits& traits, const c10::O
 // by the task after the call, and by no GPU.
 void require_device_tensors(const OperatorTraits& traits, c10::ArrayRef<IValue> arguments) {
   const auto require = [&](const Tensor& tensor) {
-    TORCH_CHECK(!tensor.defined() || tensor.is_cuda() || tensor.dim() == 0,
-                "Expected all tensors to be on the same device, but found at least two devices, cuda and ",
-                tensor.device(), "! (in ", traits.name, ")");
+    TORCH_CHECK(
+        !tensor.defined() || tensor.is_cuda() || tensor.dim() == 0,
+        "Expected all tensors to be on the same device, but found at least two devices, cuda and ",
+        tensor.device(), "! (in ", traits.name, ")");
     TORCH_CHECK(!tensor.defined() || tensor.layout() == c10::kStrided, traits.name,
                 " cannot run on the simulated device: only strided tensors are simulated, and got ",
                 tensor.layout());
@@ -238,7 +260,8 @@ Tensor allocate(const TensorSpec& spec) {
   if (!spec.defined()) {
     return {};
   }
-  return at::detail::empty_strided_cuda(spec.sizes, spec.strides, spec.dtype, c10::Device(c10::kCUDA));
+  return at::detail::empty_strided_cuda(spec.sizes, spec.strides, spec.dtype,
+                                        c10::Device(c10::kCUDA));
 }
 
 std::unique_ptr<Task> make_task(const OperatorTraits& traits, const c10::OperatorHandle& op,
@@ -312,9 +335,9 @@ void upload(const Tensor& to, const Tensor& from) {
     host_alias(task.spec, simcuda_host_address(task.address)).copy_(task.from);
     return 0;
   };
-  C10_CUDA_CHECK(static_cast<cudaError_t>(
-      simcuda_launch(c10::cuda::getCurrentCUDAStream().stream(), &work, run,
-                     [](void* opaque) { delete static_cast<Upload*>(opaque); }, data)));
+  C10_CUDA_CHECK(static_cast<cudaError_t>(simcuda_launch(
+      c10::cuda::getCurrentCUDAStream().stream(), &work, run,
+      [](void* opaque) { delete static_cast<Upload*>(opaque); }, data)));
 }
 
 Tensor upload_new(const Tensor& from) {
@@ -330,8 +353,8 @@ Tensor upload_new(const Tensor& from) {
 
 Stack run_synchronously(const OperatorTraits& traits, const c10::OperatorHandle& op,
                         const std::shared_ptr<const Plan>& plan, c10::ArrayRef<IValue> arguments) {
-  TORCH_CHECK(!dry_mode(), traits.name, " cannot run in dry mode, where tensors have no values: ",
-              plan->why_synchronous);
+  TORCH_CHECK(!dry_mode(), traits.name,
+              " cannot run in dry mode, where tensors have no values: ", plan->why_synchronous);
   auto awaited = std::make_shared<AwaitedResults>();
   auto task = make_task(traits, op, plan, arguments);
   task->awaited = awaited;

@@ -1,18 +1,20 @@
 #include "csrc/simcuda/operators/operator_traits.h"
 
-#include <ATen/core/enum_tag.h>
-
 #include <array>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+
+#include <ATen/core/enum_tag.h>
 
 #include "csrc/simcuda/operators/substitutes.h"
 
 namespace residency::simcuda {
 namespace {
 
-bool is_tensor(const c10::Type& type) { return type.kind() == c10::TypeKind::TensorType; }
+bool is_tensor(const c10::Type& type) {
+  return type.kind() == c10::TypeKind::TensorType;
+}
 
 bool is_optional_tensor(const c10::Type& type) {
   return type.kind() == c10::TypeKind::OptionalType &&
@@ -77,6 +79,12 @@ bool is_out_form(const c10::FunctionSchema& candidate, const c10::FunctionSchema
 }
 
 std::optional<c10::OperatorHandle> find_out_variant(const c10::FunctionSchema& schema) {
+  // The losses' out= forms resize the output on their way to its mean or sum.
+  for (const c10::Argument& argument : schema.arguments()) {
+    if (argument.name() == "reduction") {
+      return std::nullopt;
+    }
+  }
   for (const auto& name : overloads_of(schema.name())) {
     const auto candidate = c10::Dispatcher::singleton().findSchema(name);
     // Without a CPU kernel of its own, the out= form is the functional one and a copy.
@@ -111,7 +119,8 @@ bool contains_any(std::string_view text, std::initializer_list<std::string_view>
 
 }  // namespace
 
-OperatorTraits::OperatorTraits(const c10::OperatorHandle& op) : name(c10::toString(op.operator_name())) {
+OperatorTraits::OperatorTraits(const c10::OperatorHandle& op)
+    : name(c10::toString(op.operator_name())) {
   const c10::FunctionSchema& schema = op.schema();
   const std::string_view plain = std::string_view(name).substr(std::string_view("aten::").size());
   const OperatorFacts facts = find_operator_facts(plain);

@@ -1,12 +1,12 @@
 #ifndef RESIDENCY_SIMCUDA_OPERATORS_OPERATOR_TRAITS_H
 #define RESIDENCY_SIMCUDA_OPERATORS_OPERATOR_TRAITS_H
 
-#include <ATen/core/boxing/KernelFunction.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include <optional>
 #include <string>
 #include <vector>
+
+#include <ATen/core/boxing/KernelFunction.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 #include "csrc/simcuda/operators/cost.h"
 #include "csrc/simcuda/operators/operator_facts.h"

@@ -1,10 +1,10 @@
 #include "csrc/simcuda/operators/random.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/cuda/CUDAGeneratorImpl.h>
-
 #include <cstdint>
 #include <mutex>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 
 #include "residency/simcuda/control.h"
 
@@ -41,10 +41,11 @@ at::PhiloxCudaState draw(const std::optional<at::Generator>& generator) {
 
 at::Generator cpu_generator(const at::PhiloxCudaState& state) {
   const uint64_t seed = state.captured_ ? read_device(state.seed_.ptr) : state.seed_.val;
-  const uint64_t offset = state.captured_ ? read_device(state.offset_.ptr) + state.offset_intragraph_
-                                          : state.offset_.val;
-  // The Mersenne twister takes 32 bits. Bijective in the number of the kernel, so that no two of the
-  // first 2^32 kernels after a seed draw the same numbers.
+  const uint64_t offset = state.captured_
+                              ? read_device(state.offset_.ptr) + state.offset_intragraph_
+                              : state.offset_.val;
+  // The Mersenne twister takes 32 bits. Bijective in the number of the kernel, so that no two of
+  // the first 2^32 kernels after a seed draw the same numbers.
   const auto kernel = static_cast<uint32_t>(offset / kOffsetPerKernel);
   return at::make_generator<at::CPUGeneratorImpl>(mix(kernel + static_cast<uint32_t>(mix(seed))));
 }

@@ -1,15 +1,15 @@
 // Takes over PyTorch's CUDA operators when the library is loaded into a process that runs on the
 // simulated runtime. Elsewhere it does nothing.
 
-#include <ATen/Context.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <array>
 #include <memory>
 #include <string>
 #include <string_view>
+
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
 
 #include "csrc/simcuda/operators/copy.h"
 #include "csrc/simcuda/operators/host_work.h"
@@ -28,11 +28,20 @@ using torch::jit::Stack;
 // These allocate, read back or answer from what the host knows, and launch no kernel: PyTorch's own
 // code runs. So do views, which are told by their schema.
 constexpr std::array<std::string_view, 14> kOwnCode{
-    "aten::_efficientzerotensor", "aten::_local_scalar_dense", "aten::_pin_memory",
-    "aten::copy_",                "aten::empty",               "aten::empty_strided",
-    "aten::is_pinned",            "aten::is_set_to",           "aten::record_stream",
-    "aten::resize_",              "aten::set_",                "aten::_use_cudnn_ctc_loss",
-    "aten::_use_miopen_ctc_loss", "aten::_fused_sdp_choice",
+    "aten::_efficientzerotensor",
+    "aten::_local_scalar_dense",
+    "aten::_pin_memory",
+    "aten::copy_",
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::is_pinned",
+    "aten::is_set_to",
+    "aten::record_stream",
+    "aten::resize_",
+    "aten::set_",
+    "aten::_use_cudnn_ctc_loss",
+    "aten::_use_miopen_ctc_loss",
+    "aten::_fused_sdp_choice",
 };
 
 bool runs_own_code(const c10::OperatorHandle& op) {
@@ -46,7 +55,8 @@ bool runs_own_code(const c10::OperatorHandle& op) {
 }
 
 std::string advice_for(std::string_view name) {
-  if (name.find("cudnn") != std::string_view::npos || name.find("miopen") != std::string_view::npos) {
+  if (name.find("cudnn") != std::string_view::npos ||
+      name.find("miopen") != std::string_view::npos) {
     return "set torch.backends.cudnn.enabled = False, so that PyTorch takes another path";
   }
   if (name.find("attention") != std::string_view::npos) {
@@ -57,8 +67,8 @@ std::string advice_for(std::string_view name) {
 
 void refuse_without_kernel(const c10::OperatorHandle& op, Stack* /*stack*/) {
   const std::string name = c10::toString(op.operator_name());
-  TORCH_CHECK_NOT_IMPLEMENTED(false, name, " cannot run on the simulated device: it has no CPU kernel; ",
-                              advice_for(name));
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, name, " cannot run on the simulated device: it has no CPU kernel; ", advice_for(name));
 }
 
 void refuse_layout(const c10::OperatorHandle& op, Stack* /*stack*/) {
@@ -136,7 +146,8 @@ class Registration {
   torch::Library& library(DispatchKey key) {
     auto& library = libraries_[key];
     if (library == nullptr) {
-      library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+      library =
+          std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
     }
     return *library;
   }
@@ -144,8 +155,8 @@ class Registration {
   std::unordered_map<DispatchKey, std::unique_ptr<torch::Library>> libraries_;
 };
 
-// cuDNN and the fused attention kernels are compiled for the device alone. PyTorch then composes the
-// same from operators that are simulated.
+// cuDNN and the fused attention kernels are compiled for the device alone. PyTorch then composes
+// the same from operators that are simulated.
 void choose_simulated_paths() {
   at::Context& context = at::globalContext();
   context.setUserEnabledCuDNN(false);

@@ -1,13 +1,13 @@
 #include "csrc/simcuda/operators/signature_cache.h"
 
-#include <ATen/core/List.h>
-#include <ATen/core/Tensor.h>
-#include <c10/core/DefaultDtype.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
 #include <utility>
+
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/DefaultDtype.h>
 
 namespace residency::simcuda {
 namespace {
@@ -28,7 +28,9 @@ enum Tag : uint64_t {
   kNumberDouble,
 };
 
-uint64_t word(int64_t value) { return static_cast<uint64_t>(value); }
+uint64_t word(int64_t value) {
+  return static_cast<uint64_t>(value);
+}
 
 // A word at a time, with a multiply and a shift that spread each to all bits.
 uint64_t hash_of(c10::ArrayRef<uint64_t> words) {
@@ -138,7 +140,8 @@ std::shared_ptr<const Plan> SignatureCache::find(const Signature& signature) con
   const auto [begin, end] = entries_.equal_range(signature.hash());
   for (auto entry = begin; entry != end; ++entry) {
     const auto& words = entry->second.words;
-    if (std::equal(words.begin(), words.end(), signature.words().begin(), signature.words().end())) {
+    if (std::equal(words.begin(), words.end(), signature.words().begin(),
+                   signature.words().end())) {
       return entry->second.plan;
     }
   }

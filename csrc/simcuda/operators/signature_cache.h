@@ -1,16 +1,17 @@
 #ifndef RESIDENCY_SIMCUDA_OPERATORS_SIGNATURE_CACHE_H
 #define RESIDENCY_SIMCUDA_OPERATORS_SIGNATURE_CACHE_H
 
-#include <ATen/core/ivalue.h>
-#include <c10/util/ArrayRef.h>
-#include <c10/util/SmallVector.h>
-
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include "csrc/simcuda/operators/cost.h"
 #include "csrc/simcuda/operators/operator_traits.h"
@@ -39,8 +40,8 @@ class Signature {
   bool cacheable_ = true;
 };
 
-/// How to run a call: made once for each signature, by the shape inference of PyTorch's meta kernels.
-/// These are Python decompositions once torch has been imported and take 0.4 to 2.6 ms.
+/// How to run a call: made once for each signature, by the shape inference of PyTorch's meta
+/// kernels. These are Python decompositions once torch has been imported and take 0.4 to 2.6 ms.
 struct Plan {
   /// The host waits for the kernel before the results exist: their sizes depend on values, or the
   /// operator has no shape inference.
@@ -53,12 +54,14 @@ struct Plan {
   std::vector<size_t> num_outputs;
   /// New specs of out= arguments, undefined where they keep theirs; one for each result.
   std::vector<TensorSpec> resized;
-  bool writes_outputs = false;  ///< the out= variant can run on the outputs themselves
+  /// The out= variant can run on the outputs themselves; false once it was seen that it cannot.
+  mutable std::atomic<bool> writes_outputs = false;
   Cost cost;
 };
 
-/// The plans of one operator by signature. Thread-safe. Bounded: when the plans' signatures have grown
-/// past a limit, it starts anew, which costs a program with ever new shapes one inference each anyway.
+/// The plans of one operator by signature. Thread-safe. Bounded: when the plans' signatures have
+/// grown past a limit, it starts anew, which costs a program with ever new shapes one inference
+/// each anyway.
 class SignatureCache {
  public:
   [[nodiscard]] std::shared_ptr<const Plan> find(const Signature& signature) const;

@@ -1,5 +1,12 @@
 #include "csrc/simcuda/operators/substitutes.h"
 
+#include <array>
+#include <optional>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/baddbmm.h>
@@ -11,13 +18,6 @@
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/native_batch_norm_backward.h>
 #include <ATen/ops/stack.h>
-
-#include <array>
-#include <optional>
-#include <tuple>
-#include <unordered_map>
-#include <utility>
-#include <vector>
 
 namespace residency::simcuda {
 namespace {
@@ -35,7 +35,8 @@ std::optional<at::Generator> current_generator() {
 
 // ---- Dropout: the CPU's kernels take no generator.
 
-std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p,
+                                          std::optional<bool> train) {
   if (input.numel() == 0 || (train.has_value() && !*train)) {
     return {input.clone(), at::empty_like(input, input.options().dtype(c10::kBool)).fill_(true)};
   }
@@ -59,10 +60,11 @@ Tensor masked_scale(const Tensor& self, const Tensor& mask, double scale) {
 // ---- Convolutions by cuDNN, for programs that turn it on again.
 
 Tensor cudnn_convolution(const Tensor& self, const Tensor& weight, IntArrayRef padding,
-                         IntArrayRef stride, IntArrayRef dilation, int64_t groups, bool /*benchmark*/,
-                         bool /*deterministic*/, bool /*allow_tf32*/) {
+                         IntArrayRef stride, IntArrayRef dilation, int64_t groups,
+                         bool /*benchmark*/, bool /*deterministic*/, bool /*allow_tf32*/) {
   const std::vector<int64_t> no_output_padding(padding.size(), 0);
-  return at::convolution(self, weight, {}, stride, padding, dilation, false, no_output_padding, groups);
+  return at::convolution(self, weight, {}, stride, padding, dilation, false, no_output_padding,
+                         groups);
 }
 
 Tensor cudnn_convolution_transpose(const Tensor& self, const Tensor& weight, IntArrayRef padding,
@@ -76,7 +78,8 @@ Tensor cudnn_convolution_relu(const Tensor& self, const Tensor& weight, const Op
                               IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
                               int64_t groups) {
   const std::vector<int64_t> no_output_padding(padding.size(), 0);
-  return at::convolution(self, weight, bias, stride, padding, dilation, false, no_output_padding, groups)
+  return at::convolution(self, weight, bias, stride, padding, dilation, false, no_output_padding,
+                         groups)
       .relu_();
 }
 
@@ -84,8 +87,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cudnn_batch_norm(
     const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
     const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training,
     double momentum, double epsilon) {
-  auto [output, mean, inverse] = at::native_batch_norm(input, weight, bias, running_mean, running_var,
-                                                       training, momentum, epsilon);
+  auto [output, mean, inverse] = at::native_batch_norm(input, weight, bias, running_mean,
+                                                       running_var, training, momentum, epsilon);
   return {output, mean, inverse, at::empty({0}, input.options().dtype(c10::kByte))};
 }
 
@@ -94,16 +97,18 @@ std::tuple<Tensor, Tensor, Tensor> cudnn_batch_norm_backward(
     const OptionalTensor& running_mean, const OptionalTensor& running_var,
     const OptionalTensor& save_mean, const OptionalTensor& save_var, double epsilon,
     const Tensor& /*reserve*/) {
-  return at::native_batch_norm_backward(grad_output, input, weight, running_mean, running_var, save_mean,
-                                        save_var, true, epsilon, {true, true, true});
+  return at::native_batch_norm_backward(grad_output, input, weight, running_mean, running_var,
+                                        save_mean, save_var, true, epsilon, {true, true, true});
 }
 
 // ---- Recurrent cells, fused on CUDA only. Gates are [batch, n * hidden].
 
-Tensor complement(const Tensor& tensor) { return tensor.neg().add(1); }
+Tensor complement(const Tensor& tensor) {
+  return tensor.neg().add(1);
+}
 
-Tensor add_gates(const Tensor& input_gates, const Tensor& hidden_gates, const OptionalTensor& input_bias,
-                 const OptionalTensor& hidden_bias) {
+Tensor add_gates(const Tensor& input_gates, const Tensor& hidden_gates,
+                 const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
   Tensor gates = input_gates.add(hidden_gates);
   if (input_bias && input_bias->defined()) {
     gates = gates.add(*input_bias).add(*hidden_bias);
@@ -126,9 +131,9 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Te
 }
 
 std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const OptionalTensor& grad_hy,
-                                                      const OptionalTensor& grad_cy, const Tensor& cx,
-                                                      const Tensor& cy, const Tensor& workspace,
-                                                      bool has_bias) {
+                                                      const OptionalTensor& grad_cy,
+                                                      const Tensor& cx, const Tensor& cy,
+                                                      const Tensor& workspace, bool has_bias) {
   const bool has_hy = grad_hy && grad_hy->defined();
   const bool has_cy = grad_cy && grad_cy->defined();
   if (!has_hy && !has_cy) {
@@ -161,7 +166,8 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hid
                                     const Tensor& hx, const OptionalTensor& input_bias,
                                     const OptionalTensor& hidden_bias) {
   const bool has_bias = input_bias && input_bias->defined();
-  const std::vector<Tensor> input = (has_bias ? input_gates.add(*input_bias) : input_gates).chunk(3, 1);
+  const std::vector<Tensor> input =
+      (has_bias ? input_gates.add(*input_bias) : input_gates).chunk(3, 1);
   const std::vector<Tensor> hidden =
       (has_bias ? hidden_gates.add(*hidden_bias) : hidden_gates).chunk(3, 1);
   const Tensor reset = input[0].add(hidden[0]).sigmoid();
@@ -181,7 +187,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tenso
   const Tensor grad_fresh = grad_hy.mul(complement(update)).mul(complement(fresh.mul(fresh)));
   const Tensor grad_reset = grad_fresh.mul(hidden).mul(reset).mul(complement(reset));
   const Tensor grad_input = at::stack({grad_reset, grad_update, grad_fresh}, 1).flatten(1);
-  const Tensor grad_hidden = at::stack({grad_reset, grad_update, grad_fresh.mul(reset)}, 1).flatten(1);
+  const Tensor grad_hidden =
+      at::stack({grad_reset, grad_update, grad_fresh.mul(reset)}, 1).flatten(1);
   return {grad_input, grad_hidden, grad_hy.mul(update), has_bias ? grad_input.sum(0) : Tensor(),
           has_bias ? grad_hidden.sum(0) : Tensor()};
 }
@@ -196,8 +203,8 @@ Tensor bmm_dtype(const Tensor& self, const Tensor& other, c10::ScalarType dtype)
   return at::bmm(self.to(dtype), other.to(dtype));
 }
 
-Tensor addmm_dtype(const Tensor& self, const Tensor& mat1, const Tensor& mat2, c10::ScalarType dtype,
-                   const at::Scalar& beta, const at::Scalar& alpha) {
+Tensor addmm_dtype(const Tensor& self, const Tensor& mat1, const Tensor& mat2,
+                   c10::ScalarType dtype, const at::Scalar& beta, const at::Scalar& alpha) {
   return at::addmm(self.to(dtype), mat1.to(dtype), mat2.to(dtype), beta, alpha);
 }
 
@@ -240,15 +247,21 @@ const KernelFunction* find_substitute(const std::string& name) {
   return found == substitutes().end() ? nullptr : &found->second;
 }
 
-bool substitute_draws_random(const std::string& name) { return name == "aten::native_dropout"; }
+bool substitute_draws_random(const std::string& name) {
+  return name == "aten::native_dropout";
+}
 
 c10::ArrayRef<const char*> fused_operators() {
   static constexpr std::array kNames{"convolution", "_convolution", "convolution_backward"};
   return kNames;
 }
 
-CurrentGenerator::CurrentGenerator(at::Generator generator) { t_generator = std::move(generator); }
+CurrentGenerator::CurrentGenerator(at::Generator generator) {
+  t_generator = std::move(generator);
+}
 
-CurrentGenerator::~CurrentGenerator() { t_generator = at::Generator(); }
+CurrentGenerator::~CurrentGenerator() {
+  t_generator = at::Generator();
+}
 
 }  // namespace residency::simcuda

@@ -1,16 +1,16 @@
 #ifndef RESIDENCY_SIMCUDA_OPERATORS_SUBSTITUTES_H
 #define RESIDENCY_SIMCUDA_OPERATORS_SUBSTITUTES_H
 
+#include <string>
+
 #include <ATen/core/Generator.h>
 #include <ATen/core/boxing/KernelFunction.h>
 #include <c10/util/ArrayRef.h>
 
-#include <string>
-
 namespace residency::simcuda {
 
-/// A function that computes a CUDA operator which has no CPU kernel (or none that takes a generator)
-/// out of operators that run on the CPU and infer shapes. Null when there is none.
+/// A function that computes a CUDA operator which has no CPU kernel (or none that takes a
+/// generator) out of operators that run on the CPU and infer shapes. Null when there is none.
 [[nodiscard]] const c10::KernelFunction* find_substitute(const std::string& name);
 
 /// Whether it takes random numbers without a Generator argument: from current_generator().

@@ -1,5 +1,11 @@
 #include "csrc/simcuda/operators/task.h"
 
+#include <atomic>
+#include <cstdio>
+#include <mutex>
+#include <string>
+#include <utility>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/ops/empty.h>
@@ -8,12 +14,6 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
-
-#include <atomic>
-#include <cstdio>
-#include <mutex>
-#include <string>
-#include <utility>
 
 #include "csrc/simcuda/operators/random.h"
 #include "csrc/simcuda/operators/substitutes.h"
@@ -57,7 +57,8 @@ class Aliases {
   size_t address_ = 0;
 };
 
-Stack build_arguments(const Task& task, Aliases& aliases, const std::optional<at::Generator>& random) {
+Stack build_arguments(const Task& task, Aliases& aliases,
+                      const std::optional<at::Generator>& random) {
   Stack stack;
   stack.reserve(task.values.size() + 4);
   size_t list = 0;
@@ -111,7 +112,8 @@ void call(const Task& task, Stack& stack) {
 }
 
 Tensor widen(const Tensor& tensor) {
-  return tensor.defined() && is_narrow_float(tensor.scalar_type()) ? tensor.to(c10::kFloat) : tensor;
+  return tensor.defined() && is_narrow_float(tensor.scalar_type()) ? tensor.to(c10::kFloat)
+                                                                   : tensor;
 }
 
 IValue widen(const IValue& value) {
@@ -164,12 +166,33 @@ void call_widened(const Task& task, Stack& stack) {
   }
 }
 
+// Runs the out= variant. False when it cannot, where the functional form still may: some resize
+// their output on the way, or lack an element type.
+bool write_outputs(const Task& task, Stack stack, Aliases aliases) {
+  for (const TensorSpec& spec : task.plan->outputs) {
+    stack.emplace_back(aliases.next_output(spec));
+  }
+  try {
+    task.traits->out_variant->redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    return true;
+  } catch (const c10::Error&) {
+    task.plan->writes_outputs = false;
+    return false;
+  }
+}
+
 void store(const Tensor& output, const Tensor& result, const std::string& name) {
-  if (!output.defined() || !result.defined() || result.numel() == 0) {
+  // CUDA kernels have auxiliary results that the CPU's leave empty (the saved mean of a batch norm
+  // in evaluation), and the other way round.
+  if (!output.defined() || output.numel() == 0) {
     return;
   }
-  TORCH_CHECK(output.sizes().equals(result.sizes()), name, ": its shape inference gives ", output.sizes(),
-              " and its CPU kernel ", result.sizes());
+  if (!result.defined() || result.numel() == 0) {
+    output.zero_();
+    return;
+  }
+  TORCH_CHECK(output.sizes().equals(result.sizes()), name, ": its shape inference gives ",
+              output.sizes(), " and its CPU kernel ", result.sizes());
   output.copy_(result);
 }
 
@@ -189,7 +212,7 @@ void store_results(const Task& task, Aliases& aliases, const Stack& results) {
 // ---- Failures of tasks: the device breaks, as after an assertion in a kernel.
 
 std::mutex g_failure_mutex;
-std::string g_failure;               // guarded by g_failure_mutex
+std::string g_failure;  // guarded by g_failure_mutex
 std::atomic<bool> g_failed{false};
 
 int fail(const Task& task, const char* reason, cudaError_t error) {
@@ -228,7 +251,9 @@ int run_task(void* data) {
   }
 }
 
-void destroy_task(void* data) { delete static_cast<Task*>(data); }
+void destroy_task(void* data) {
+  delete static_cast<Task*>(data);
+}
 
 }  // namespace
 
@@ -286,12 +311,7 @@ void Task::run() const {
   const CurrentGenerator current(generator.value_or(at::Generator()));
   Aliases aliases(*this);
   Stack stack = build_arguments(*this, aliases, generator);
-
-  if (plan->writes_outputs) {
-    for (const TensorSpec& spec : plan->outputs) {
-      stack.emplace_back(aliases.next_output(spec));
-    }
-    traits->out_variant->redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  if (plan->writes_outputs && write_outputs(*this, stack, aliases)) {
     return;
   }
   if (plan->synchronous) {

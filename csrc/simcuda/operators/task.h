@@ -1,15 +1,15 @@
 #ifndef RESIDENCY_SIMCUDA_OPERATORS_TASK_H
 #define RESIDENCY_SIMCUDA_OPERATORS_TASK_H
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-#include <ATen/cuda/PhiloxCudaState.h>
-#include <c10/util/SmallVector.h>
-
 #include <exception>
 #include <memory>
 #include <optional>
 #include <vector>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <ATen/cuda/PhiloxCudaState.h>
+#include <c10/util/SmallVector.h>
 
 #include "csrc/simcuda/operators/operator_traits.h"
 #include "csrc/simcuda/operators/signature_cache.h"
@@ -22,11 +22,11 @@ struct AwaitedResults {
   std::exception_ptr error;
 };
 
-/// One call, ready to be run by a stream: it has addresses where a call has device tensors. A captured
-/// graph runs it many times.
+/// One call, ready to be run by a stream: it has addresses where a call has device tensors. A
+/// captured graph runs it many times.
 struct Task {
-  Task(const OperatorTraits& traits, const c10::OperatorHandle& op, std::shared_ptr<const Plan> plan,
-       c10::ArrayRef<c10::IValue> arguments);
+  Task(const OperatorTraits& traits, const c10::OperatorHandle& op,
+       std::shared_ptr<const Plan> plan, c10::ArrayRef<c10::IValue> arguments);
 
   void add_output(const at::Tensor& tensor) { addresses.push_back(tensor.const_data_ptr()); }
   /// Runs the CPU kernel. Throws what it throws.
@@ -48,8 +48,8 @@ struct Task {
   std::shared_ptr<AwaitedResults> awaited;
 };
 
-/// Enqueues the task on the current stream. Throws when an earlier task of the operator layer failed,
-/// with its error, as the device is broken then.
+/// Enqueues the task on the current stream. Throws when an earlier task of the operator layer
+/// failed, with its error, as the device is broken then.
 void launch(std::unique_ptr<Task> task);
 
 }  // namespace residency::simcuda

@@ -1,10 +1,10 @@
 #include "csrc/simcuda/operators/tensor_spec.h"
 
+#include <utility>
+
 #include <ATen/EmptyTensor.h>
 #include <c10/core/Storage.h>
 #include <c10/core/TensorImpl.h>
-
-#include <utility>
 
 namespace residency::simcuda {
 
@@ -34,9 +34,9 @@ at::Tensor host_alias(const TensorSpec& spec, void* address) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), spec.extent_bytes,
       at::DataPtr(address, c10::Device(c10::kCPU)), /*allocator=*/nullptr, /*resizable=*/false);
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU),
-      c10::scalarTypeToTypeMeta(spec.dtype));
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)),
+                                                         c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                         c10::scalarTypeToTypeMeta(spec.dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(spec.sizes, spec.strides);
   if (spec.conj) {
     tensor._set_conj(true);

@@ -1,10 +1,10 @@
 #ifndef RESIDENCY_SIMCUDA_OPERATORS_TENSOR_SPEC_H
 #define RESIDENCY_SIMCUDA_OPERATORS_TENSOR_SPEC_H
 
+#include <cstddef>
+
 #include <ATen/core/Tensor.h>
 #include <c10/util/DimVector.h>
-
-#include <cstddef>
 
 namespace residency::simcuda {
 
@@ -23,8 +23,8 @@ struct TensorSpec {
   [[nodiscard]] double touched_bytes() const;
 };
 
-/// A CPU tensor over the bytes at `address`. It holds no reference to them, as a kernel does not, and
-/// refuses to be resized: a result that does not fit its output is an error, not a lost result.
+/// A CPU tensor over the bytes at `address`. It holds no reference to them, as a kernel does not,
+/// and refuses to be resized: a result that does not fit its output is an error, not a lost result.
 [[nodiscard]] at::Tensor host_alias(const TensorSpec& spec, void* address);
 
 /// A tensor without bytes, for shape inference.
