@@ -68,7 +68,7 @@ endfunction()
 # the program when ctest starts, not when it is linked, so that a crash at start is a failed test
 # and not a failed build.
 function(residency_gtest target label)
-  cmake_parse_arguments(PARSE_ARGV 2 arg "" "TIMEOUT" "SOURCES;LIBRARIES")
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "TIMEOUT" "SOURCES;LIBRARIES;ENVIRONMENT")
   if(NOT arg_SOURCES)
     return()
   endif()
@@ -79,5 +79,6 @@ function(residency_gtest target label)
   residency_own_target(${target})
   target_link_libraries(${target} PRIVATE ${arg_LIBRARIES} GTest::gmock GTest::gtest_main)
   gtest_discover_tests(${target} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
-    PROPERTIES LABELS ${label} TIMEOUT ${arg_TIMEOUT} ENVIRONMENT RESIDENCY_PYTHON=${RESIDENCY_PYTHON})
+    PROPERTIES LABELS ${label} TIMEOUT ${arg_TIMEOUT}
+      ENVIRONMENT "RESIDENCY_PYTHON=${RESIDENCY_PYTHON};${arg_ENVIRONMENT}")
 endfunction()

@@ -20,8 +20,10 @@ die() {
 # use_torch VERSION: sets TORCH_MINOR and PYTHON, the interpreter that has it.
 use_torch() {
   local version=$1
-  [[ $version =~ ^([0-9]+\.[0-9]+)(\.[0-9]+)?$ ]] || die "TORCH_VERSION is X.Y, not '$version'"
-  TORCH_MINOR=${BASH_REMATCH[1]}
+  [[ $version =~ ^2\.([0-9]+)$ ]] &&
+    ((BASH_REMATCH[1] >= ${OLDEST_TORCH#*.} && BASH_REMATCH[1] <= ${NEWEST_TORCH#*.})) ||
+    die "TORCH_VERSION is $OLDEST_TORCH to $NEWEST_TORCH, without a patch number, not '$version'"
+  TORCH_MINOR=$version
   local venv=$ROOT/.venv
   [[ $TORCH_MINOR == "$NEWEST_TORCH" ]] || venv=$ROOT/.venv-$TORCH_MINOR
   PYTHON=$venv/bin/python

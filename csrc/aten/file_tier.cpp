@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <exception>
+#include <filesystem>
 #include <random>
 #include <utility>
 
@@ -106,7 +107,8 @@ FileTier::FileTier(std::shared_ptr<SystemCalls> calls, const DiskTier& declarati
       allow_ring_(allow_ring),
       generation_(process_generation()),
       writer_(random_number()) {
-  const std::string directory = declaration.directory.string();
+  // Made absolute: what is there must be found again after a chdir.
+  const std::string directory = std::filesystem::absolute(declaration.directory).string();
   struct statvfs status {};
   throw_if_failed(retry_interrupted([&] { return calls_->statvfs(directory, status); }), directory,
                   "examine the directory of a disk tier");

@@ -93,7 +93,9 @@ Handle register_source(Manager& manager, std::shared_ptr<Source> source,
 
 Handle register_source(Manager& manager, const SafetensorsFile& file,
                        const std::vector<SafetensorsField>& fields, const SourceOptions& options) {
-  return register_source(manager, file.source(fields), file.layout(fields), options);
+  auto source = file.source(fields);
+  auto layout = source->layout();
+  return register_source(manager, std::move(source), std::move(layout), options);
 }
 
 TensorResident take(Manager& manager, const Handle& handle, std::optional<Location> at) {
@@ -115,11 +117,16 @@ void assign(Manager& manager, const Handle& handle, const TensorResident& value)
         "assign: expected tensors in host memory, they are at {}", to_string(value.location())));
   }
   // Before the lease, whose end makes every other materialization stale.
-  const auto layout = std::dynamic_pointer_cast<const TensorLayout>(manager.spec(handle).layout);
+  const ValueSpec spec = manager.spec(handle);
+  const auto layout = std::dynamic_pointer_cast<const TensorLayout>(spec.layout);
   if (layout == nullptr || !holds_same_bytes(*layout, *value.layout())) {
     throw MaterializationError(fmt::format("assign: expected the layout ({}), got ({})",
                                            layout != nullptr ? layout->describe() : "none",
                                            value.layout()->describe()));
+  }
+  if (spec.mutability == Mutability::kImmutable) {
+    throw std::invalid_argument(
+        fmt::format("assign: {} is immutable; register it as mutable", to_string(handle)));
   }
   const Location at = Location::pageable_host();
   const std::vector<Handle> handles = {handle};

@@ -31,48 +31,6 @@ struct SafetensorsFile::Tensors {
   std::unordered_map<std::string_view, std::size_t> by_name;  // views into entries
 };
 
-// Copies tensors out of the map into a pack.
-class SafetensorsSource final : public Source {
- public:
-  SafetensorsSource(std::shared_ptr<const SafetensorsFile> file,
-                    const std::vector<SafetensorsField>& fields)
-      : file_(std::move(file)), layout_(file_->layout(fields)) {
-    for (const SafetensorsField& field : fields) {
-      tensors_.push_back(file_->index_of(field.tensor));
-    }
-  }
-
-  [[nodiscard]] std::shared_ptr<Block> load() override {
-    file_->check_size();
-    auto block = TensorBlock::allocate(layout_);
-    const auto page_bytes = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-    for (std::size_t i = 0; i < tensors_.size(); ++i) {
-      const SafetensorsEntry& entry = file_->tensors_->entries[tensors_[i]];
-      auto* to = static_cast<std::byte*>(block->storage_data(static_cast<std::uint32_t>(i)));
-      const std::byte* from = file_->map_ + entry.begin;
-      for (std::size_t done = 0; done < entry.nbytes;) {
-        const std::size_t part = std::min(entry.nbytes - done, kCopyBytes);
-        std::memcpy(to + done, from + done, part);
-        const auto begin = reinterpret_cast<std::uintptr_t>(from + done) / page_bytes * page_bytes;
-        const auto end = reinterpret_cast<std::uintptr_t>(from + done + part);
-        // Pages of the neighbours go too; whoever reads them next finds them in the page cache.
-        static_cast<void>(::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED));
-        done += part;
-      }
-    }
-    return block;
-  }
-
-  [[nodiscard]] std::string describe() const override {
-    return fmt::format("safetensors file {}", file_->path().string());
-  }
-
- private:
-  std::shared_ptr<const SafetensorsFile> file_;
-  std::shared_ptr<const TensorLayout> layout_;
-  std::vector<std::size_t> tensors_;  // by field; each has a storage of its own
-};
-
 std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::filesystem::path& path) {
   return std::shared_ptr<const SafetensorsFile>(new SafetensorsFile(path));
 }
@@ -177,13 +135,43 @@ std::shared_ptr<const TensorLayout> SafetensorsFile::layout(
   return std::make_shared<const TensorLayout>(std::move(layouts), std::move(storages));
 }
 
-ValueSpec SafetensorsFile::spec(const std::vector<SafetensorsField>& fields,
-                                ReplicaMode mode) const {
-  return spec_of(layout(fields), mode, Recoverability::kReconstructible);
+std::shared_ptr<SafetensorsSource> SafetensorsFile::source(
+    const std::vector<SafetensorsField>& fields) const {
+  return std::shared_ptr<SafetensorsSource>(new SafetensorsSource(shared_from_this(), fields));
 }
 
-std::shared_ptr<Source> SafetensorsFile::source(const std::vector<SafetensorsField>& fields) const {
-  return std::make_shared<SafetensorsSource>(shared_from_this(), fields);
+SafetensorsSource::SafetensorsSource(std::shared_ptr<const SafetensorsFile> file,
+                                     const std::vector<SafetensorsField>& fields)
+    : file_(std::move(file)), layout_(file_->layout(fields)) {
+  tensors_.reserve(fields.size());
+  for (const SafetensorsField& field : fields) {
+    tensors_.push_back(file_->index_of(field.tensor));
+  }
+}
+
+std::shared_ptr<Block> SafetensorsSource::load() {
+  file_->check_size();
+  auto block = TensorBlock::allocate(layout_);
+  const auto page_bytes = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    const SafetensorsEntry& entry = file_->tensors_->entries[tensors_[i]];
+    auto* to = static_cast<std::byte*>(block->storage_data(static_cast<std::uint32_t>(i)));
+    const std::byte* from = file_->map_ + entry.begin;
+    for (std::size_t done = 0; done < entry.nbytes;) {
+      const std::size_t part = std::min(entry.nbytes - done, kCopyBytes);
+      std::memcpy(to + done, from + done, part);
+      const auto begin = reinterpret_cast<std::uintptr_t>(from + done) / page_bytes * page_bytes;
+      const auto end = reinterpret_cast<std::uintptr_t>(from + done + part);
+      // Pages of the neighbours go too; whoever reads them next finds them in the page cache.
+      static_cast<void>(::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED));
+      done += part;
+    }
+  }
+  return block;
+}
+
+std::string SafetensorsSource::describe() const {
+  return fmt::format("safetensors file {}", file_->path().string());
 }
 
 }  // namespace residency

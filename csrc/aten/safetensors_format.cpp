@@ -67,14 +67,6 @@ void append_json_string(std::string& text, std::string_view value) {
   text += '"';
 }
 
-std::int64_t num_elements(const std::vector<std::int64_t>& sizes) noexcept {
-  std::int64_t count = 1;
-  for (const std::int64_t size : sizes) {
-    count *= size;
-  }
-  return count;
-}
-
 bool is_contiguous(const FieldLayout& field) noexcept {
   std::int64_t expected = 1;
   for (std::size_t i = field.sizes.size(); i-- > 0;) {
@@ -91,7 +83,7 @@ bool is_plain(const FieldLayout& field, Bytes storage) {
   // F4 is left out: which files may hold it, and how it is counted, differs between readers.
   return dtype != nullptr && dtype->num_bits >= 8 && !field.name.starts_with("__") &&
          !field.conjugate && !field.negative && field.storage_offset == 0 &&
-         num_elements(field.sizes) * (dtype->num_bits / 8) == storage.count() &&
+         num_elements(field) * (dtype->num_bits / 8) == storage.count() &&
          (storage.count() == 0 || is_contiguous(field));
 }
 

@@ -22,17 +22,6 @@ std::int64_t checked_product(std::int64_t left, std::int64_t right) {
   return product;
 }
 
-std::int64_t num_elements(const FieldLayout& field) {
-  if (std::find(field.sizes.begin(), field.sizes.end(), 0) != field.sizes.end()) {
-    return 0;
-  }
-  std::int64_t count = 1;
-  for (const std::int64_t size : field.sizes) {
-    count = checked_product(count, size);
-  }
-  return count;
-}
-
 // One past the last byte that the field touches in its storage.
 std::int64_t extent_bytes(const FieldLayout& field, std::int64_t element_bytes) {
   if (num_elements(field) == 0) {
@@ -53,6 +42,17 @@ std::int64_t element_bytes(const FieldLayout& field) {
 }
 
 }  // namespace
+
+std::int64_t num_elements(const FieldLayout& field) {
+  if (std::find(field.sizes.begin(), field.sizes.end(), 0) != field.sizes.end()) {
+    return 0;
+  }
+  std::int64_t count = 1;
+  for (const std::int64_t size : field.sizes) {
+    count = checked_product(count, size);
+  }
+  return count;
+}
 
 TensorLayout::TensorLayout(std::vector<FieldLayout> fields, std::vector<Bytes> storages)
     : fields_(std::move(fields)), storages_(std::move(storages)) {

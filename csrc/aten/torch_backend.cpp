@@ -173,8 +173,6 @@ FencePtr TorchBackend::State::start(
       if (error != nullptr) {
         fence->fail(error);
       } else {
-        // Whoever sees the fence done also finds that the source's bytes have gone.
-        fence->take_retained().reset();
         fence->complete(std::chrono::duration_cast<std::chrono::nanoseconds>(
                             std::chrono::steady_clock::now() - begin)
                             .count());

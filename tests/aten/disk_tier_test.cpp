@@ -90,6 +90,37 @@ class DiskTierTest : public ::testing::TestWithParam<FileEngine> {
   std::shared_ptr<FaultySystemCalls> calls_ = std::make_shared<FaultySystemCalls>();
 };
 
+// Goes back when it ends; the other tests name their directories absolutely.
+class WorkingDirectory {
+ public:
+  explicit WorkingDirectory(const std::filesystem::path& path)
+      : previous_(std::filesystem::current_path()) {
+    std::filesystem::current_path(path);
+  }
+  WorkingDirectory(const WorkingDirectory&) = delete;
+  WorkingDirectory& operator=(const WorkingDirectory&) = delete;
+  ~WorkingDirectory() { std::filesystem::current_path(previous_); }
+
+ private:
+  std::filesystem::path previous_;
+};
+
+TEST_P(DiskTierTest, RelativeDirectoryIsFoundAfterAChangeOfTheWorkingDirectory) {
+  TemporaryDirectory elsewhere;
+  std::filesystem::create_directory(directory_.path() / "spill");
+  std::shared_ptr<Manager> manager;
+  {
+    const WorkingDirectory here(directory_.path());
+    manager = make_manager(with_disk("spill"));
+  }
+  const WorkingDirectory there(elsewhere.path());
+  const Handle handle = adopt(*manager, TensorResident({{"x", at::ones({64})}}));
+  manager->move(handle, kDisk).wait();
+  EXPECT_TRUE(take(*manager, handle)["x"].equal(at::ones({64})));
+  manager->close();
+  EXPECT_TRUE(directory_.files().empty());
+}
+
 INSTANTIATE_TEST_SUITE_P(Engines, DiskTierTest,
                          ::testing::Values(FileEngine::kAutomatic, FileEngine::kBlocking),
                          [](const auto& info) {
@@ -159,7 +190,7 @@ TEST_P(DiskTierTest, ChargeIsWhatTheFileTakes) {
   }
   EXPECT_EQ(used_at(*manager, kDisk), Bytes(taken));
   EXPECT_EQ(taken, rounded);
-  manager->close(true, true);
+  manager->close({.force = true});
 }
 
 TEST_P(DiskTierTest, FileIsSafetensorsThatOtherReadersUnderstand) {
@@ -190,7 +221,7 @@ TEST_P(DiskTierTest, FileIsSafetensorsThatOtherReadersUnderstand) {
   ContentStamp stamp;
   stamp.add(bytes.data() + header_bytes_of(bytes), bytes.size() - header_bytes_of(bytes));
   EXPECT_THAT(header, HasSubstr("xxh64:" + fixed_width_hex(stamp.value())));
-  manager->close(true, true);
+  manager->close({.force = true});
 }
 
 TEST_P(DiskTierTest, FileIsReadByTheSafetensorsPackage) {
@@ -211,7 +242,7 @@ TEST_P(DiskTierTest, FileIsReadByTheSafetensorsPackage) {
                          directory_.files().at(0).string() + "'")
                             .c_str()),
             0);
-  manager->close(true, true);
+  manager->close({.force = true});
 }
 
 TEST_P(DiskTierTest, LargeValueInManyChunksWithShortTransfersAndInterrupts) {
@@ -397,7 +428,7 @@ class DamagedFile : public DiskTierTest {
     path_ = directory_.files().at(0);
     bytes_ = bytes_of(path_);
   }
-  ~DamagedFile() override { manager_->close(true, true); }
+  ~DamagedFile() override { manager_->close({.force = true}); }
 
   /// What a move off the disk says, at once or at its end.
   std::string refusal() {
@@ -476,7 +507,7 @@ TEST_P(DiskTierTest, FilesAreGoneWhenTheirMaterializationIsAndWhenTheManagerClos
   manager->move(handle, kDisk).wait();
   EXPECT_THROW(manager->close(), InUseError);  // the only copy would go
   EXPECT_EQ(directory_.files().size(), 1U);
-  manager->close(true, true);
+  manager->close({.force = true});
   EXPECT_TRUE(directory_.contents().empty());
 }
 
@@ -488,7 +519,7 @@ TEST_P(DiskTierTest, ClosingWithoutWaitingAbandonsWhatIsInFlight) {
       const Handle handle = adopt(*manager, TensorResident({{"x", at::ones({500'000})}}));
       manager->move(handle, kDisk);
     }
-    manager->close(false, true);
+    manager->close({.wait = false, .force = true});
   }
   disk_thread.drain();
   EXPECT_TRUE(directory_.contents().empty());
@@ -520,7 +551,7 @@ TEST_P(DiskTierTest, TwoManagersInOneDirectoryLeaveEachOtherAlone) {
   const Handle other = adopt(*second, TensorResident({{"x", at::arange(20)}}));
   second->move(other, kDisk).wait();
   EXPECT_EQ(directory_.files().size(), 2U);
-  second->close(true, true);
+  second->close({.force = true});
   EXPECT_TRUE(take(*first, handle)["x"].equal(at::arange(10)));
   first->close();
   EXPECT_TRUE(directory_.contents().empty());
@@ -560,7 +591,7 @@ TEST_P(DiskTierTest, ForkedChildUsesMemoryNotTheDiskAndTakesNothingFromTheParent
     lease.release();
     result |= message_of<ForkError>([&] { manager->move(on_disk, kHost); }).empty() ? 2 : 0;
     result |= message_of<ForkError>([&] { manager->move(in_memory, kDisk); }).empty() ? 4 : 0;
-    manager->close(true, true);
+    manager->close({.force = true});
     ::_exit(result);
   }
   int status = 0;
@@ -599,7 +630,7 @@ TEST_P(DiskTierTest, DiskBudgetIsKept) {
   EXPECT_THROW(manager->move(too_large, kDisk), BudgetError);
   manager->move(fits, kDisk).wait();
   EXPECT_EQ(used_at(*manager, kDisk), Bytes(8192));
-  manager->close(true, true);
+  manager->close({.force = true});
 }
 
 }  // namespace

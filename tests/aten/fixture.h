@@ -188,11 +188,14 @@ class FaultySystemCalls final : public SystemCalls {
 };
 
 /// Options with one disk tier.
-inline ManagerOptions with_disk(const TemporaryDirectory& directory) {
+inline ManagerOptions with_disk(const std::filesystem::path& directory) {
   ManagerOptions options;
   options.disks.push_back(
-      {.name = "spill", .directory = directory.path(), .budget = std::nullopt, .fsync = false});
+      {.name = "spill", .directory = directory, .budget = std::nullopt, .fsync = false});
   return options;
+}
+inline ManagerOptions with_disk(const TemporaryDirectory& directory) {
+  return with_disk(directory.path());
 }
 
 /// Same dtype, sizes, strides, offset, flags and bytes.
@@ -222,7 +225,7 @@ class DiskThread {
   }
   DiskThread(const DiskThread&) = delete;
   DiskThread& operator=(const DiskThread&) = delete;
-  ~DiskThread() { manager_->close(true, true); }
+  ~DiskThread() { manager_->close({.force = true}); }
   /// The thread works in order: once this is through, so is everything before.
   void drain() {
     manager_->move(handle_, kDisk);

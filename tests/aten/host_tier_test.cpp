@@ -28,7 +28,7 @@ class HostTier : public ::testing::Test {
   ~HostTier() override {
     if (!manager_->closed()) {
       manager_->audit();
-      manager_->close(true, true);
+      manager_->close({.force = true});
     }
   }
 
@@ -312,6 +312,15 @@ TEST_F(HostTier, AssignOfAnotherLayoutOrToAnImmutableValueChangesNothing) {
   const Handle fixed = adopt(*manager_, TensorResident({{"w", at::zeros({4})}}));
   EXPECT_ANY_THROW(assign(*manager_, fixed, TensorResident({{"w", at::ones({4})}})));
   EXPECT_TRUE(take(*manager_, fixed)["w"].equal(at::zeros({4})));
+  const Handle on_disk = adopt(*manager_, TensorResident({{"w", at::zeros({4})}}),
+                               {.mode = ReplicaMode::kExclusive});
+  manager_->move(on_disk, kDisk).wait();
+  const Bytes on_disk_bytes = manager_->snapshot().find(kDisk)->used;
+  const std::uint64_t before = manager_->state_version();
+  EXPECT_THROW(assign(*manager_, on_disk, TensorResident({{"w", at::ones({4})}})),
+               std::invalid_argument);
+  EXPECT_EQ(manager_->state_version(), before);
+  EXPECT_EQ(manager_->snapshot().find(kDisk)->used, on_disk_bytes);
 }
 
 TEST_F(HostTier, AdoptedTensorThatIsKeptEscapesByName) {
@@ -357,7 +366,7 @@ TEST_F(HostTier, StrictAliasesRefuseBeforehand) {
   EXPECT_THROW(manager->move(handle, kDisk), InUseError);
   mine.reset();
   EXPECT_NO_THROW(manager->move(handle, kDisk).wait());
-  manager->close(true, true);
+  manager->close({.force = true});
 }
 
 TEST_F(HostTier, SourceLoadsWhenUsedAndAgainAfterDrop) {

@@ -57,11 +57,11 @@ TEST_F(SafetensorsTest, NamedTensorsAreLoadedWhenUsed) {
             R"("none":{"dtype":"F32","shape":[0,3],"data_offsets":[8,8]}})",
             8));
   EXPECT_THAT(file->names(), ElementsAre("w", "v", "none"));
-  EXPECT_EQ(file->spec({"w", "v"}).logical_bytes, Bytes(8));
+  EXPECT_EQ(file->layout({"w", "v"})->logical_bytes(), Bytes(8));
   EXPECT_THROW((void)file->source({"x"}), std::out_of_range);
 
   const auto manager = create_manager();
-  const Handle handle = register_source(*manager, *file, {{"w", "weight"}, "v", "none"});
+  const Handle handle = register_source(*manager, *file, {SafetensorsField("w").as("weight"), "v", "none"});
   EXPECT_EQ(used_at(*manager, kHost), Bytes());
   manager->ensure(handle, kHost);
   EXPECT_EQ(used_at(*manager, kHost), Bytes(128));

@@ -19,11 +19,17 @@ namespace residency {
 struct SafetensorsField {
   /*implicit*/ SafetensorsField(std::string tensor) : tensor(tensor), field(std::move(tensor)) {}
   /*implicit*/ SafetensorsField(const char* tensor) : SafetensorsField(std::string(tensor)) {}
-  SafetensorsField(std::string tensor, std::string field)
-      : tensor(std::move(tensor)), field(std::move(field)) {}
+  /// The same tensor as a field of another name.
+  [[nodiscard]] SafetensorsField as(std::string name) const {
+    SafetensorsField renamed = *this;
+    renamed.field = std::move(name);
+    return renamed;
+  }
   std::string tensor;
   std::string field;
 };
+
+class SafetensorsSource;
 
 /// A safetensors file, mapped into memory and read when a value is loaded from it.
 ///
@@ -50,11 +56,9 @@ class RESIDENCY_API SafetensorsFile : public std::enable_shared_from_this<Safete
   /// for a name that the file lacks.
   [[nodiscard]] std::shared_ptr<const TensorLayout> layout(
       const std::vector<SafetensorsField>& fields) const;
-  /// What `Manager::register_source` needs: a reconstructible value of that layout.
-  [[nodiscard]] ValueSpec spec(const std::vector<SafetensorsField>& fields,
-                               ReplicaMode mode = ReplicaMode::kReplicable) const;
-  /// Produces that value in pageable host memory. Keeps the file open.
-  [[nodiscard]] std::shared_ptr<Source> source(const std::vector<SafetensorsField>& fields) const;
+  /// Produces that value. Throws as `layout` does.
+  [[nodiscard]] std::shared_ptr<SafetensorsSource> source(
+      const std::vector<SafetensorsField>& fields) const;
 
  private:
   friend class SafetensorsSource;
@@ -69,6 +73,27 @@ class RESIDENCY_API SafetensorsFile : public std::enable_shared_from_this<Safete
   std::size_t nbytes_ = 0;
   std::vector<std::string> names_;
   std::unique_ptr<const Tensors> tensors_;
+};
+
+/// Loads a value made of some tensors of a file into pageable host memory. Keeps the file open.
+/// Immutable; thread-safe.
+class RESIDENCY_API SafetensorsSource final : public Source {
+ public:
+  [[nodiscard]] const std::shared_ptr<const TensorLayout>& layout() const noexcept {
+    return layout_;
+  }
+  /// Throws `MaterializationError` when the file was cut after it was opened.
+  [[nodiscard]] std::shared_ptr<Block> load() override;
+  [[nodiscard]] std::string describe() const override;
+
+ private:
+  friend class SafetensorsFile;
+  SafetensorsSource(std::shared_ptr<const SafetensorsFile> file,
+                    const std::vector<SafetensorsField>& fields);
+
+  std::shared_ptr<const SafetensorsFile> file_;
+  std::shared_ptr<const TensorLayout> layout_;
+  std::vector<std::size_t> tensors_;  // by field; each has a storage of its own
 };
 
 }  // namespace residency

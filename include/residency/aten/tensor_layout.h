@@ -30,6 +30,8 @@ struct FieldLayout {
   bool inference = false;  ///< made in inference mode: no version counter, so writes go unseen
   friend bool operator==(const FieldLayout&, const FieldLayout&) = default;
 };
+/// The product of its sizes. Throws `std::out_of_range` where that exceeds 2^63-1.
+[[nodiscard]] RESIDENCY_API std::int64_t num_elements(const FieldLayout& field);
 
 /// How the tensors of a value lie in their storages. Two values of equal layout differ in their
 /// bytes alone. Immutable; thread-safe.
