@@ -193,6 +193,7 @@ class WhileTheCallbackRuns : public FreeMemoryCallbackTest {
       }
       return false;
     });
+    allocator::emptyCache();  // so that it is a miss, also the second time
     const at::Tensor miss = on_device(30 * kMiB);
     other.get();
     return finished;
