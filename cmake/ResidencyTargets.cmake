@@ -78,7 +78,10 @@ function(residency_gtest target label)
   add_executable(${target} ${arg_SOURCES})
   residency_own_target(${target})
   target_link_libraries(${target} PRIVATE ${arg_LIBRARIES} GTest::gmock GTest::gtest_main)
+  set(environment RESIDENCY_PYTHON=${RESIDENCY_PYTHON} ${arg_ENVIRONMENT})
+  # The list goes through a generated script, which would take it apart.
+  list(JOIN environment "\\;" environment)
   gtest_discover_tests(${target} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
     PROPERTIES LABELS ${label} TIMEOUT ${arg_TIMEOUT}
-      ENVIRONMENT "RESIDENCY_PYTHON=${RESIDENCY_PYTHON};${arg_ENVIRONMENT}")
+      ENVIRONMENT "${environment}")
 endfunction()

@@ -372,7 +372,8 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
         if (made.escape_watch) {
           account.escaped += given_up->charge;
           arrival.escape_watch = made.escape_watch;
-          escaped_.push_back({handle, each.from, given_up->charge, std::move(made.escape_watch)});
+          escaped_.push_back({handle, each.from, given_up->charge, std::move(made.escape_watch),
+                              given_up->ranges ? *given_up->ranges : std::vector<AddressRange>()});
         } else {
           account.used -= given_up->charge;
           account.retiring += given_up->charge;

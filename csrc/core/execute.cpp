@@ -416,7 +416,7 @@ void ManagerState::abandon(ScopeState& scope) noexcept {
   const bool was_open = !closed();
   while (!scope.reservations.empty()) {
     try {
-      scope.reservations.back().release();
+      release(*scope.reservations.back().state_);
     } catch (const std::exception& error) {
       warn(error.what());
     }

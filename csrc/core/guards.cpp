@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <stdexcept>
+#include <string_view>
 #include <unordered_set>
 
 #include <fmt/format.h>
@@ -14,37 +15,39 @@ namespace residency {
 
 namespace {
 
-void check_lease_arguments(std::span<const Handle> handles, Location at,
+void check_lease_arguments(std::string_view call, std::span<const Handle> handles, Location at,
                            const AcquireOptions& options) {
   if (handles.empty()) {
-    throw std::invalid_argument("acquire: the list of handles is empty");
+    throw std::invalid_argument(fmt::format("{}: the list of handles is empty", call));
   }
   if (at.is_disk()) {
-    throw std::invalid_argument("acquire: nothing can be read in place at " + to_string(at) +
-                                "; lease it at a host or device location");
+    throw std::invalid_argument(
+        fmt::format("{}: nothing can be read in place at {}; lease it at a host or device location",
+                    call, to_string(at)));
   }
   if (options.stream && !at.is_cuda()) {
-    throw std::invalid_argument("acquire: a lease at " + to_string(at) + " takes no stream");
+    throw std::invalid_argument(
+        fmt::format("{}: a lease at {} takes no stream", call, to_string(at)));
   }
   if (options.stream && options.stream->device != at) {
-    throw std::invalid_argument("acquire: the stream belongs to " +
-                                to_string(options.stream->device) + ", the lease is at " +
-                                to_string(at));
+    throw std::invalid_argument(fmt::format("{}: the stream belongs to {}, the lease is at {}", call,
+                                            to_string(options.stream->device), to_string(at)));
   }
 }
 
 /// Throws when the value cannot be leased like this, wherever it is.
-void check_access(const ValueRecord& record, const Handle& handle, Access access) {
+void check_access(std::string_view call, const ValueRecord& record, const Handle& handle,
+                  Access access) {
   const bool excluded = access == Access::kWrite ? record.num_leases != 0 : record.write_leased;
   if (excluded) {
     throw InUseError({.num_leases = record.num_leases},
-                     fmt::format("acquire: {} has {} lease(s) and a write lease excludes every "
-                                 "other one; release first",
-                                 to_string(handle), record.num_leases));
+                     fmt::format("{}: {} has {} lease(s) and a write lease excludes every other "
+                                 "one; release first",
+                                 call, to_string(handle), record.num_leases));
   }
   if (access == Access::kWrite && record.spec.mutability != Mutability::kMutable) {
     throw std::invalid_argument(fmt::format(
-        "acquire: {} is immutable and cannot be leased for writing; register it as mutable",
+        "{}: {} is immutable and cannot be leased for writing; register it as mutable", call,
         to_string(handle)));
   }
 }
@@ -111,7 +114,7 @@ std::unique_ptr<LeaseState> ManagerState::protect_for_lease(Lock& lock, Trash& t
           "acquire: {} has no {}materialization at {}; ensure it there first, or borrow it",
           to_string(lease->handles[i]), materialization != nullptr ? "good " : "", to_string(at)));
     }
-    check_access(record, lease->handles[i], access);
+    check_access("acquire", record, lease->handles[i], access);
     lease->values[i].record = &record;
     lease->values[i].materialization = materialization;
     lease->values[i].block = materialization->block;
@@ -142,7 +145,7 @@ void ManagerState::end_protection(LeaseState& lease) {
 Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
                             const AcquireOptions& options) {
   check_not_loading();
-  check_lease_arguments(handles, at, options);
+  check_lease_arguments("acquire", handles, at, options);
   Trash trash;
   std::unique_ptr<LeaseState> lease;
   Lock lock(mutex_);
@@ -233,7 +236,7 @@ Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
 Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
                            const AcquireOptions& options) {
   check_not_loading();
-  check_lease_arguments(handles, at, options);
+  check_lease_arguments("borrow", handles, at, options);
   PlanReport report;
   report.plan_ = "borrow";
   const auto name = std::make_shared<const std::string>(report.plan_);
@@ -270,7 +273,7 @@ Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
     }
     for (const ResidencyAction& ensure : ensures) {  // before anything is brought here for nothing
       const Handle& handle = handle_of(ensure);
-      check_access(*values_.find(handle).record, handle, options.access);
+      check_access("borrow", *values_.find(handle).record, handle, options.access);
     }
   }
   try {
@@ -643,12 +646,17 @@ const PlanReport& Lease::transitions() const noexcept {
   return state_->transitions;
 }
 View& Lease::view(const Handle& handle) const {
+  state_->manager->check_not_loading();
   return state_->manager->view(*state_, handle);
 }
 void Lease::add_stream(const Stream& stream) {
   state_->manager->add_stream(*state_, stream);
 }
+// Destructors release without this check: they cannot refuse.
 void Lease::release(bool wait) {
+  if (active()) {
+    state_->manager->check_not_loading();
+  }
   state_->manager->release(*state_, wait);
 }
 
@@ -674,6 +682,9 @@ bool Hold::active() const noexcept {
   return state_ && !state_->ended.load(std::memory_order_acquire) && !state_->manager->closed();
 }
 void Hold::release() {
+  if (active()) {
+    state_->manager->check_not_loading();
+  }
   state_->manager->release(*state_);
 }
 
@@ -699,6 +710,9 @@ bool Reservation::physical() const noexcept {
   return state_->physical;
 }
 void Reservation::release() {
+  if (active()) {
+    state_->manager->check_not_loading();
+  }
   state_->manager->release(*state_);
 }
 

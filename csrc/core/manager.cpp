@@ -154,8 +154,8 @@ std::uint64_t Manager::state_version() const {
 void Manager::synchronize() {
   state_->synchronize();
 }
-void Manager::close(bool wait, bool force) {
-  state_->close(wait, force);
+void Manager::close(const CloseOptions& options) {
+  state_->close(options);
 }
 void Manager::audit() const {
   state_->audit();

@@ -68,6 +68,10 @@ ManagerState::ManagerState(ManagerId id, ManagerOptions options, std::shared_ptr
 }
 
 ManagerState::~ManagerState() {
+  // The manager went while calls were under way on other threads; now those have ended too.
+  if (Lock lock(mutex_); !torn_down_) {
+    tear_down(lock, false);
+  }
   unregister_manager(id_);
 }
 
@@ -524,7 +528,8 @@ void ManagerState::give_up(const Handle& handle, MaterializationPtr given_up, Fe
   Account& account = ledger_.account(given_up->location);
   if (escape_watch) {
     account.escaped += given_up->charge;
-    escaped_.push_back({handle, given_up->location, given_up->charge, std::move(escape_watch)});
+    escaped_.push_back({handle, given_up->location, given_up->charge, std::move(escape_watch),
+                        given_up->ranges ? *given_up->ranges : std::vector<AddressRange>()});
   } else {
     account.used -= given_up->charge;
     if (!after.empty()) {
@@ -537,6 +542,14 @@ void ManagerState::give_up(const Handle& handle, MaterializationPtr given_up, Fe
     }
   }
   releases.push_back({std::move(given_up->block), std::move(after)});
+}
+
+/// The escaped memory that is exactly this, if any.
+std::vector<ManagerState::Escaped>::iterator ManagerState::find_escaped(
+    Location at, const std::vector<AddressRange>& ranges) {
+  return ranges.empty() ? escaped_.end() : std::ranges::find_if(escaped_, [&](const Escaped& each) {
+    return each.location == at && each.ranges == ranges;
+  });
 }
 
 /// One entry for each materialization, in their order; null where nobody shares it.
@@ -700,7 +713,7 @@ Snapshot ManagerState::snapshot() {
 
 // --- Closing
 
-void ManagerState::close(bool wait, bool force) {
+void ManagerState::close(const CloseOptions& options) {
   check_not_loading();
   Trash trash;
   Lock lock(mutex_);
@@ -708,7 +721,7 @@ void ManagerState::close(bool wait, bool force) {
     return;
   }
   settle(trash);
-  if (!force) {
+  if (!options.force) {
     std::uint32_t num_only_on_disk = 0;
     values_.for_each([&](const ValueRecord& record) {
       bool on_disk = false;
@@ -740,7 +753,7 @@ void ManagerState::close(bool wait, bool force) {
     all_locked_.wait(lock, [&] { return num_unlocked_ == 0; });
     record_last_uses(lock, leases);
   }
-  if (wait && !is_forked()) {
+  if (options.wait && !is_forked()) {
     std::vector<FencePtr> fences;
     for (const Arrival& each : arrivals_) {
       add_incomplete(each.fence, fences);
@@ -764,11 +777,11 @@ void ManagerState::close(bool wait, bool force) {
     }
     settle(trash);
   }
-  tear_down(lock, wait);
+  tear_down(lock, options.wait);
 }
 
 /// What is under way on other threads, through leases and scopes that outlive the manager, ends
-/// first; the last of them takes the state down with it.
+/// first; the last of them takes the state down with it, in its destructor.
 void ManagerState::close_without_waiting() noexcept {
   Lock lock(mutex_);
   if (closed()) {
@@ -776,13 +789,12 @@ void ManagerState::close_without_waiting() noexcept {
   }
   const std::vector<CutShort> leases = leases_cut_short();
   closed_.store(true, std::memory_order_release);
-  if (num_unlocked_ != 0) {
-    return;
-  }
   if (!is_forked()) {
     record_last_uses(lock, leases);
   }
-  tear_down(lock, false);
+  if (num_unlocked_ == 0) {
+    tear_down(lock, false);
+  }
 }
 
 /// Before the manager counts as closed: from then on a lease may be destroyed at any time.

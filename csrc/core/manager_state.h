@@ -137,6 +137,9 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
                                     bool may_block = true);
   void release(ReservationState& reservation);
 
+  /// Throws `ReentrancyError` inside the load of a source of this manager, on the same thread.
+  void check_not_loading() const;
+
   // The rest (manager_state.cpp)
   void set_budget(Location location, std::optional<Bytes> budget);
   void reset_peaks();
@@ -146,7 +149,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] std::uint64_t state_version();
   void synchronize();
   void wait_for(const Handle& handle, const FencePtr& fence);
-  void close(bool wait, bool force);
+  void close(const CloseOptions& options);
   void close_without_waiting() noexcept;
   void audit();
 
@@ -194,6 +197,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
     Location location;
     Bytes bytes;
     FencePtr until;
+    std::vector<AddressRange> ranges;
   };
   /// A block to hand to the backend once the mutex is open.
   struct Release {
@@ -221,7 +225,6 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
 
   // All of these are called under the mutex.
   void check_open() const;
-  void check_not_loading() const;
   void check_available(Location location) const;
   void settle(Trash& trash, const ValueRecord* own = nullptr);
   void settle_oldest(Trash& trash);
@@ -243,6 +246,8 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] MaterializationPtr detach(ValueRecord& record, Location location);
   void give_up(const Handle& handle, MaterializationPtr given_up, FencePtr escape_watch,
                std::vector<Release>& releases);
+  [[nodiscard]] std::vector<Escaped>::iterator find_escaped(
+      Location at, const std::vector<AddressRange>& ranges);
   void end_value(ValueRecord& record, Trash& trash);
   void mark_others_stale(ValueRecord& record, const Materialization* good);
   void run_releases(Lock& lock, std::vector<Release>& releases);

@@ -51,7 +51,20 @@ Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type
   check_open();
   check_available(at);
   materialization->charge = backend_->occupied_bytes(spec, at);
-  admit(lock, trash, at, materialization->charge, true);
+  // Memory that was given up and comes back is in `used` already.
+  const auto charged_already = [&] {
+    const auto escaped = find_escaped(at, ranges);
+    return escaped != escaped_.end() ? escaped->bytes : Bytes();
+  };
+  settle(trash);
+  for (Bytes known = charged_already();;) {
+    admit(lock, trash, at, materialization->charge.saturating_sub(known), true);
+    if (const Bytes now = charged_already(); now != known) {  // it waited, with the mutex open
+      known = now;
+      continue;
+    }
+    break;
+  }
   for (const AddressRange& range : ranges) {
     // The only managed range that can reach into this one from below is the last that begins
     // before its end.
@@ -68,7 +81,14 @@ Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type
   record.spec = spec;
   record.spec.recoverability = Recoverability::kMustPreserve;
   materialization->block = std::move(block);
-  ledger_.account(at).charge(materialization->charge);
+  Account& account = ledger_.account(at);
+  if (const auto escaped = find_escaped(at, ranges); escaped != escaped_.end()) {
+    account.used -= escaped->bytes;
+    account.escaped -= escaped->bytes;
+    trash.objects.push_back(std::move(escaped->until));
+    escaped_.erase(escaped);
+  }
+  account.charge(materialization->charge);
   attach(record, std::move(materialization));
   ledger_.list(at);
   ++version_;

@@ -414,6 +414,60 @@ TEST_F(EscapeTest, FailedTransferTakesTheEscapeBack) {
   EXPECT_TRUE(holds(handle, kPageable));
 }
 
+TEST_F(EscapeTest, MemoryThatComesBackIsChargedOnce) {
+  budget(kPageable, 128_B);
+  start();
+  const auto spec = make_spec(128);
+  auto mine = backend->make_block(kPageable, spec, 5);
+  std::shared_ptr<FakeBlock> again = backend->make_overlapping_block(*mine, 0, spec);
+  std::shared_ptr<void> alias = mine->share();
+  const Handle first = manager->adopt(std::move(mine), spec);
+  manager->move(first, kPinned);
+  EXPECT_EQ(account(kPageable).escaped, 128_B);
+  const Handle second = manager->adopt(std::move(again), spec);  // there is no room for both
+  EXPECT_EQ(used(kPageable), 128_B);
+  EXPECT_EQ(account(kPageable).escaped, Bytes());
+  EXPECT_EQ(account(kPageable).peak_used, 128_B);
+  EXPECT_TRUE(manager->snapshot().escaped.empty());
+  EXPECT_NO_THROW(manager->audit());
+  alias.reset();  // the end of what has escaped no more
+  EXPECT_EQ(used(kPageable), 128_B);
+  manager->discard(second);
+  EXPECT_EQ(used(kPageable), Bytes());
+}
+
+TEST_F(EscapeTest, MemoryThatComesBackAfterATransferThatCouldFailIsChargedOnce) {
+  budget(kPageable, 128_B);
+  start();
+  const auto spec = make_spec(128);
+  auto mine = backend->make_block(kPageable, spec, 5);
+  std::shared_ptr<FakeBlock> again = backend->make_overlapping_block(*mine, 0, spec);
+  std::shared_ptr<void> alias = mine->share();
+  const Handle first = manager->adopt(std::move(mine), spec);
+  manager->move(first, kDisk);
+  refused<OwnershipError>([&] { (void)manager->adopt(again, spec); });  // it may come back
+  backend->complete_all();
+  (void)manager->adopt(std::exchange(again, nullptr), spec);
+  EXPECT_EQ(used(kPageable), 128_B);
+  EXPECT_EQ(account(kPageable).escaped, Bytes());
+  alias.reset();
+}
+
+TEST_F(EscapeTest, APartThatComesBackIsChargedBesideTheWhole) {
+  start();
+  const auto spec = make_spec(128);
+  auto mine = backend->make_block(kPageable, spec, 5);
+  auto part = backend->make_overlapping_block(*mine, 0, make_spec(64));
+  std::shared_ptr<void> alias = mine->share();
+  const Handle handle = manager->adopt(std::move(mine), spec);
+  manager->move(handle, kPinned);
+  (void)manager->adopt(std::move(part), make_spec(64));
+  EXPECT_EQ(used(kPageable), 192_B);
+  EXPECT_EQ(account(kPageable).escaped, 128_B);
+  alias.reset();
+  EXPECT_EQ(used(kPageable), 64_B);
+}
+
 TEST_F(EscapeTest, CloseDoesNotWaitForAliases) {
   start();
   const auto spec = make_spec(128);

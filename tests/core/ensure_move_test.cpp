@@ -628,7 +628,7 @@ TEST_F(LateFailureTest, CloseWithTransfersUnderWay) {
     const Handle handle = adopt(kPageable, 128);
     manager->move(handle, i % 2 == 0 ? kDisk : kCuda0);
   }
-  manager->close(true, true);
+  manager->close({.force = true});
   EXPECT_EQ(backend->live_bytes(kPageable), Bytes());
   EXPECT_EQ(backend->live_bytes(kDisk), Bytes());
 }
@@ -706,7 +706,7 @@ TEST_F(LateFailureTest, DuringCloseIsOwedToNobody) {
   const Handle handle = adopt(kPageable, 128);
   backend->fail(Call::kTransfer, 1);
   const auto report = manager->move(handle, kDisk);
-  manager->close(true, true);
+  manager->close({.force = true});
   EXPECT_TRUE(report.done());
   EXPECT_NO_THROW(report.wait()) << "everything has ended: nobody is owed the failure";
   EXPECT_THROW(manager->ensure(handle, kPageable), ClosedError);
@@ -717,7 +717,7 @@ TEST_F(LateFailureTest, AfterACloseThatDidNotWaitFreesTheMemoryThoughTheReportLi
   const Handle handle = adopt(kPageable, 128);
   backend->fail(Call::kTransfer, 1);
   const auto report = manager->move(handle, kCuda0);
-  manager->close(false);
+  manager->close({.wait = false});
   EXPECT_EQ(backend->live_bytes(kPageable), 128_B) << "the transfer reads it";
   backend->complete_all();
   EXPECT_TRUE(report.record().failed);

@@ -371,7 +371,7 @@ class FaultTest : public testing::TestWithParam<Case> {
     EXPECT_EQ(scenario.manager->snapshot().num_scopes, 0U);
     EXPECT_TRUE(scenario.manager->snapshot().reservations.empty());
     EXPECT_EQ(scenario.backend->headroom_bytes(kCuda0), Bytes());
-    scenario.manager->close(true, true);
+    scenario.manager->close({.force = true});
     for (const Location at : {kPageable, kPinned, kCuda0, kCuda1, kDisk}) {
       EXPECT_EQ(scenario.backend->live_bytes(at), Bytes()) << to_string(at);
     }
@@ -457,7 +457,7 @@ TEST_P(FaultTest, NothingIsCalledWithTheMutexHeld) {
       scenario.backend->probe_lock(scenario.manager);
     }
   }
-  scenario.manager->close(true, true);
+  scenario.manager->close({.force = true});
   scenario.backend->probe_lock(nullptr);
 }
 

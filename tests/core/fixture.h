@@ -120,7 +120,7 @@ class ManagerTest : public testing::Test {
     if (!manager->closed()) {
       EXPECT_NO_THROW(manager->audit());
       backend->allow_views_to_outlive_blocks();
-      manager->close(true, true);
+      manager->close({.force = true});
     }
     manager.reset();
     backend->complete_all();

@@ -29,6 +29,35 @@ TEST_F(LeaseArgumentTest, NothingIsReadInPlaceOnADiskOrWhereNothingExists) {
   refused<UnavailableError>([&] { manager->hold(handles, missing).release(); });
 }
 
+TEST_F(LeaseArgumentTest, ErrorsNameTheCall) {
+  start();
+  const Handle a = adopt(kPageable, 100);
+  const Handle handles[] = {a};
+  const std::pair<Location, AcquireOptions> wrong[] = {
+      {kDisk, {}},
+      {kPageable, {.stream = Stream{kCuda0, 0}}},
+      {kCuda0, {.stream = Stream{kCuda1, 0}}},
+      {kPageable, {.access = Access::kWrite}},
+  };
+  for (const auto& [at, given] : wrong) {
+    const auto acquired =
+        refused<std::invalid_argument>([&] { manager->acquire(handles, at, given).release(); });
+    const auto borrowed =
+        refused<std::invalid_argument>([&] { manager->borrow(handles, at, given).release(); });
+    EXPECT_EQ(std::string(acquired->what()).substr(0, 9), "acquire: ");
+    EXPECT_EQ(std::string(borrowed->what()).substr(0, 8), "borrow: ");
+  }
+  const auto empty = refused<std::invalid_argument>([&] { manager->borrow({}, kPinned).release(); });
+  EXPECT_EQ(std::string(empty->what()).substr(0, 8), "borrow: ");
+  const Handle written = adopt(kPageable, 100, kReplicable, kMutable);
+  const Handle one[] = {written};
+  Lease reader = acquire(written, kPageable);
+  const auto in_use = refused<InUseError>(
+      [&] { manager->borrow(one, kPageable, {.access = Access::kWrite}).release(); });
+  EXPECT_EQ(std::string(in_use->what()).substr(0, 8), "borrow: ");
+  reader.release();
+}
+
 TEST_F(LeaseArgumentTest, AcquireThatFailsInTheMiddleChangesNothing) {
   start();
   const Handle a = adopt(kPageable, 100);
@@ -61,7 +90,7 @@ TEST_F(LeaseEndTest, AfterAForcedCloseLookupsAreRefusedAndReleaseDoesNothing) {
   {
     Lease lease = acquire(a, kCuda0);
     EXPECT_EQ(refused<InUseError>([&] { manager->close(); })->protection.num_leases, 1U);
-    manager->close(true, true);
+    manager->close({.force = true});
     EXPECT_FALSE(lease.active());
     EXPECT_THROW((void)lease.view(a), ClosedError);
     EXPECT_THROW(lease.add_stream({kCuda0, 5}), ClosedError);

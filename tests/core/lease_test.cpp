@@ -245,7 +245,7 @@ TEST_F(LeaseTest, DestroyedWithoutARecordedUseStaysProtectedUntilTheManagerClose
   }
   EXPECT_EQ(warnings.texts().size(), 1U);
   refused<InUseError>([&] { manager->drop(a, kCuda0); });
-  manager->close(true, true);
+  manager->close({.force = true});
 }
 
 TEST_F(LeaseTest, MoveAssignmentReleasesWhatItReplaces) {

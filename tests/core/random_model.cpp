@@ -522,10 +522,10 @@ class Run {
       }
       tokens_.clear();
       reference_.escaped.clear();
-      manager_->close(true, true);
+      manager_->close({.force = true});
     } else {
       backend_->allow_views_to_outlive_blocks();
-      manager_->close(chance(50), true);
+      manager_->close({.wait = chance(50), .force = true});
       require(manager_->closed(), "closed");
       backend_->complete_all();
       for (auto& lease : leases_) {

@@ -114,7 +114,7 @@ TEST_F(ReservationLifeTest, BlocksCloseAndEndsWithAForcedOneWithoutAWord) {
     const auto error = refused<InUseError>([&] { manager->close(); });
     EXPECT_EQ(error->num_reservations, 1U);
     EXPECT_EQ(backend->headroom_bytes(kCuda0), 100_B);
-    manager->close(true, true);
+    manager->close({.force = true});
     EXPECT_EQ(backend->headroom_bytes(kCuda0), Bytes());
     EXPECT_FALSE(reservation.active());
     EXPECT_TRUE(reservation.physical()) << "fields stay readable";
@@ -167,6 +167,28 @@ TEST_F(BudgetChangeTest, LoweringIsNotBlockedByRetiringBytes) {
   const Handle b = adopt(kPinned, 64);
   EXPECT_TRUE(manager->ensure(b, kPageable).record().waited);
   EXPECT_EQ(used(kPageable), 64_B);
+}
+
+TEST_F(BudgetChangeTest, LoweredUnderASourceThatThenComesBackAdmitsNothingUntilThereIsRoom) {
+  budget(kPageable, 128_B);
+  start();
+  const Handle a = adopt(kPageable, 128);
+  backend->fail(Call::kTransfer, 1);
+  const auto report = manager->move(a, kDisk);
+  manager->set_budget(kPageable, 64_B);
+  EXPECT_THROW(report.wait(), TransferError);
+  EXPECT_EQ(used(kPageable), 128_B) << "no bytes are lost for a budget";
+  EXPECT_TRUE(holds(a, kPageable));
+  const Handle b = adopt(kPinned, 64);
+  const auto error = refused<BudgetError>([&] { manager->ensure(b, kPageable); });
+  EXPECT_EQ(error->shortfall.budget, 64_B);
+  EXPECT_EQ(error->shortfall.used, 128_B);
+  refused<BudgetError>([&] { manager->set_budget(kPageable, 127_B); });
+  manager->set_budget(kPageable, 128_B);
+  manager->set_budget(kPageable, std::nullopt);
+  manager->move(a, kPinned);
+  manager->set_budget(kPageable, 64_B);
+  manager->ensure(b, kPageable);
 }
 
 TEST_F(BudgetChangeTest, LimitsAPlaceThatHadNoBudgetAndListsIt) {

@@ -972,7 +972,7 @@ TEST_F(ScopeTest, OpenOneBlocksCloseAndOutlivesAForcedOne) {
   const auto error = refused<InUseError>([&] { manager->close(); });
   EXPECT_EQ(error->num_scopes, 1U);
   EXPECT_EQ(error->num_reservations, 1U);
-  manager->close(true, true);
+  manager->close({.force = true});
   EXPECT_NO_THROW(scope.close());
   EXPECT_EQ(scope.report().size(), 1U) << "no exit action was run";
   EXPECT_THROW(unused.enter(), ClosedError);

@@ -531,7 +531,7 @@ TEST(ThreadStress, RandomOperationsOnTheFakeBackend) {
   backend->clear_faults();
   expect_quiet(*manager);
   EXPECT_GT(stress.num_completed(), stress.num_refused() / 4) << "it mostly tests refusals";
-  manager->close(true, true);
+  manager->close({.force = true});
   for (const Location at : {kPageable, kPinned, kCuda0, kCuda1, kDisk}) {
     EXPECT_EQ(backend->live_bytes(at), Bytes()) << to_string(at);
   }
@@ -547,7 +547,7 @@ TEST(ThreadStress, FencesThatComeFromAThreadWithoutLocks) {
   stress.run();
   expect_quiet(*manager);
   EXPECT_GT(stress.num_completed(), stress.num_refused() / 4) << "it mostly tests refusals";
-  manager->close(true, true);
+  manager->close({.force = true});
 }
 
 TEST(ThreadStress, CloseByForceInTheMiddle) {
@@ -600,7 +600,7 @@ TEST(ThreadStress, CloseByForceInTheMiddle) {
     for (std::uint64_t i = random() % 2000; i > 0; --i) {
       (void)manager->state_version();
     }
-    manager->close(true, true);
+    manager->close({.force = true});
     for (auto& thread : threads) {
       thread.join();
     }

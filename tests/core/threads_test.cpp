@@ -173,7 +173,7 @@ TEST_F(ReentrancyTest, EveryCallOnTheSameThreadIsRefusedAndTheLoadGoesOn) {
   std::vector<std::string> wrong;
   sources[loading]->before_load = [&] {
     Calls calls = all_calls(other);
-    calls.emplace_back("close", [this] { manager->close(true, true); });
+    calls.emplace_back("close", [this] { manager->close({.force = true}); });
     wrong = not_refused<ReentrancyError>(calls);
   };
   manager->ensure(loading, kCuda0);
@@ -193,6 +193,61 @@ TEST_F(ReentrancyTest, IsNoticedHoweverTheLoadWasReached) {
   const ActionList actions = {EnsureResident{loading, kPinned}};
   EXPECT_THROW(manager->execute(actions), PlanExecutionError);
   EXPECT_EQ(places(loading), std::vector<Location>());
+}
+
+TEST_F(ReentrancyTest, GuardsAreRefusedTooAndStayWhatTheyWere) {
+  start();
+  const Handle loading = source(100);
+  const Handle other = adopt(kPinned, 100);
+  Lease lease = acquire(other, kPinned);
+  Hold held = hold(other, kPinned);
+  Reservation reservation = manager->reserve({kCuda0, 10_B, "headroom"});
+  Reservation released = manager->reserve({kCuda0, 10_B, "headroom"});
+  released.release();
+  const auto num_begun = backend->num_calls(Call::kEndAccess);
+  sources[loading]->before_load = [&] {
+    EXPECT_THROW((void)lease.view(other), ReentrancyError);
+    EXPECT_THROW(lease.release(), ReentrancyError);
+    EXPECT_THROW(held.release(), ReentrancyError);
+    EXPECT_THROW(reservation.release(), ReentrancyError);
+    EXPECT_NO_THROW(released.release()) << "twice is harmless, and touches nothing";
+    EXPECT_EQ(lease.handles()[0], other);
+  };
+  manager->ensure(loading, kPageable);
+  EXPECT_EQ(backend->num_calls(Call::kEndAccess), num_begun);
+  EXPECT_TRUE(lease.active());
+  EXPECT_TRUE(held.active());
+  EXPECT_TRUE(reservation.active());
+  EXPECT_TRUE(block(lease, other).holds(seeds[other]));
+  lease.release();
+  held.release();
+  reservation.release();
+}
+
+TEST_F(ReentrancyTest, GuardsThatDieInTheLoadAreReleased) {
+  const Warnings warnings;
+  start();
+  const Handle loading = source(100);
+  const Handle other = adopt(kPinned, 100);
+  auto lease = std::make_unique<Lease>(acquire(other, kPinned));
+  auto held = std::make_unique<Hold>(hold(other, kPinned));
+  auto reservation =
+      std::make_unique<Reservation>(manager->reserve({kCuda0, 10_B, "headroom"}));
+  auto scope = std::make_unique<Scope>(
+      manager->scope(ResidencyPlan("a plan", {}, {}, {{kPinned, 5_B, "of the plan"}})));
+  scope->enter();
+  sources[loading]->before_load = [&] {
+    lease.reset();
+    held.reset();
+    reservation.reset();
+    scope.reset();
+  };
+  manager->ensure(loading, kPageable);
+  EXPECT_EQ(warnings.texts().size(), 4U) << "one of each, and no other";
+  EXPECT_FALSE(at(other, kPinned).num_leases + at(other, kPinned).num_holds);
+  EXPECT_EQ(account(kCuda0).reserved, Bytes());
+  EXPECT_EQ(account(kPinned).reserved, Bytes());
+  EXPECT_NO_THROW(manager->close());
 }
 
 TEST_F(ReentrancyTest, SurvivesAnErrorThatTheSourceSwallows) {
@@ -650,7 +705,7 @@ TEST_F(CloseTest, WithTheOnlyCopyOnDiskIsRefusedUnlessForced) {
   manager->synchronize();
   ASSERT_EQ(places(good_only_there), (std::vector{kPageable, kDisk}));
   EXPECT_EQ(refused<InUseError>([&] { manager->close(); })->num_only_on_disk, 1U);
-  manager->close(true, true);
+  manager->close({.force = true});
   EXPECT_TRUE(manager->closed());
 }
 
@@ -679,7 +734,7 @@ TEST_F(CloseTest, ForceEndsEverythingAndLaterReleasesDoNothing) {
                                              {{kPinned, 5_B, "of the plan"}}));
   scope.enter();
   backend->allow_views_to_outlive_blocks();
-  manager->close(true, true);
+  manager->close({.force = true});
   EXPECT_EQ(backend->num_queued(), 0U) << "it waits for the devices";
   EXPECT_EQ(backend->live_bytes(kCuda0), Bytes());
   EXPECT_FALSE(lease.active());
@@ -706,7 +761,7 @@ TEST_F(CloseTest, GuardsThatAreDestroyedAfterwardsSayNothing) {
     const Reservation reservation = manager->reserve({kCuda0, 10_B, "headroom"});
     Scope scope = manager->scope(ResidencyPlan("a plan"));
     scope.enter();
-    manager->close(true, true);
+    manager->close({.force = true});
   }
   EXPECT_TRUE(warnings.texts().empty());
 }
@@ -738,7 +793,7 @@ TEST_F(CloseTest, IsIdempotent) {
   adopt(kPageable, 100);
   manager->close();
   EXPECT_NO_THROW(manager->close());
-  EXPECT_NO_THROW(manager->close(false, true));
+  EXPECT_NO_THROW(manager->close({.wait = false, .force = true}));
   EXPECT_TRUE(manager->closed());
 }
 
@@ -752,7 +807,7 @@ TEST_F(CloseTest, AfterwardsEveryOperationIsAClosedError) {
   Scope fresh = manager->scope(ResidencyPlan("fresh"));
   const ManagerId id = manager->id();
   Calls calls = all_calls(handle);
-  manager->close(true, true);
+  manager->close({.force = true});
   calls.emplace_back("audit", [&] { manager->audit(); });
   calls.emplace_back("Lease::view", [&] { (void)lease.view(handle); });
   calls.emplace_back("Scope::enter", [&] { fresh.enter(); });
@@ -842,6 +897,87 @@ TEST_F(CloseTest, ByTwoThreadsAtOnceClosesOnce) {
   EXPECT_TRUE(backend->closed());
 }
 
+TEST_F(CloseTest, WhileAScopeIsEnteringWaitsForItAndTheEntryFails) {
+  const Warnings warnings;
+  start();
+  const Handle there = adopt(kPageable, 100);
+  const Handle slow = source(100);
+  Gate gate;
+  sources[slow]->before_load = [&] { gate.pass(); };
+  Scope scope = manager->scope(
+      ResidencyPlan("slow", {EnsureResident{there, kCuda0}, EnsureResident{slow, kPageable}},
+                    {DropResident{there, kCuda0}}, {{kPinned, 5_B, "of the plan"}}));
+  Calling entering([&] { scope.enter(); });
+  gate.entered.wait();
+  EXPECT_THROW(manager->close(), InUseError) << "the reservation of the plan";
+  Calling closing([&] { manager->close({.force = true}); });
+  closing.wait_until_blocked();
+  gate.open.count_down();
+  EXPECT_THROW(entering.finish(), PlanExecutionError);
+  closing.finish();
+  EXPECT_FALSE(scope.entered());
+  EXPECT_NO_THROW(scope.close());
+  EXPECT_TRUE(backend->closed());
+  for (const Location at : {kPageable, kPinned, kCuda0}) {
+    EXPECT_EQ(backend->live_bytes(at), Bytes()) << to_string(at);
+  }
+  EXPECT_TRUE(warnings.texts().empty());
+}
+
+TEST_F(CloseTest, ByTheEndOfTheManagerWhileAScopeIsEnteringComesWithTheEndOfTheScope) {
+  const Warnings warnings;
+  fake_options.physical_headroom = {kPinned};
+  start();
+  const Handle there = adopt(kPageable, 100);
+  const Handle slow = source(100);
+  Gate gate;
+  sources[slow]->before_load = [&] { gate.pass(); };
+  auto scope = std::make_unique<Scope>(manager->scope(
+      ResidencyPlan("slow", {EnsureResident{there, kCuda0}, EnsureResident{slow, kPageable}}, {},
+                    {{kPinned, 5_B, "of the plan"}})));
+  auto entering = std::make_unique<Calling>([&] { scope->enter(); });
+  gate.entered.wait();
+  ASSERT_EQ(backend->num_queued(), 1U) << "a transfer is under way too";
+  manager.reset();
+  EXPECT_FALSE(backend->closed()) << "the load uses it";
+  gate.open.count_down();
+  EXPECT_THROW(entering->finish(), PlanExecutionError);
+  entering.reset();  // with the error, whose report can still be asked for the transfer
+  scope.reset();
+  EXPECT_TRUE(backend->closed());
+  EXPECT_EQ(backend->headroom_bytes(kPinned), Bytes());
+  backend->complete_all();
+  for (const Location at : {kPageable, kPinned, kCuda0}) {
+    EXPECT_EQ(backend->live_bytes(at), Bytes()) << to_string(at);
+  }
+  EXPECT_TRUE(warnings.texts().empty());
+}
+
+TEST_F(CloseTest, ByTheEndOfTheManagerWhileACallIsUnderWayRecordsTheUsesOfLeases) {
+  start();
+  const Handle leased = adopt(kPinned, 100);
+  manager->ensure(leased, kCuda0);
+  const Handle slow = source(100);
+  Gate gate;
+  sources[slow]->before_load = [&] { gate.pass(); };
+  auto scope = std::make_unique<Scope>(
+      manager->scope(ResidencyPlan("slow", {EnsureResident{slow, kPageable}})));
+  auto lease = std::make_unique<Lease>(acquire(leased, kCuda0));
+  backend->launch_read({kCuda0, 0}, block(*lease, leased), seeds[leased]);
+  Calling entering([&] { scope->enter(); });
+  gate.entered.wait();
+  backend->allow_views_to_outlive_blocks();
+  manager.reset();
+  EXPECT_EQ(backend->num_calls(Call::kRecordUse), 1U);
+  lease.reset();
+  gate.open.count_down();
+  EXPECT_THROW(entering.finish(), PlanExecutionError);
+  scope.reset();  // frees what the kernel still reads, behind it
+  EXPECT_TRUE(backend->closed());
+  backend->complete_all();
+  EXPECT_EQ(backend->live_bytes(kCuda0), Bytes());
+}
+
 // --- Fork
 
 /// Runs `body` in a forked child and returns how that ended; 0 when nothing was thrown.
@@ -900,7 +1036,7 @@ TEST_F(ForkTest, ValueThatAThreadOfTheParentWasChangingIsAForkError) {
     EXPECT_TRUE(holds(other, kPageable));
     manager->move(other, kPinned);
     EXPECT_EQ(manager->snapshot().values.size(), 2U);
-    manager->close(true, true);
+    manager->close({.force = true});
   });
   EXPECT_EQ(code, 0);
   gate.open.count_down();

@@ -16,6 +16,15 @@ std::function<bool()>& callback() {
 }
 std::atomic<int> g_num_callbacks{0};
 
+// Before the first use of the runtime, which fixes both.
+[[maybe_unused]] const bool configured = [] {
+  if (simulated()) {
+    EXPECT_EQ(simcuda_set("devices", "2"), 0) << simcuda_message();
+    EXPECT_EQ(simcuda_set("memory", "1GiB"), 0) << simcuda_message();
+  }
+  return true;
+}();
+
 // Registered once: PyTorch has no way to take a callback back.
 class TestCallback final : public c10::FreeMemoryCallback {
  public:

@@ -65,18 +65,31 @@ class RESIDENCY_API Manager {
                                        ValueType type = {});
   /// Takes ownership of a block that lies at its own location. The value is must-preserve. Throws
   /// `OwnershipError` when it overlaps memory already managed here, by any byte, and
-  /// `BudgetError`.
+  /// `BudgetError`. Memory that escaped from here and comes back as a whole is charged once; a part
+  /// of it is charged beside the escaped bytes, until those go.
   [[nodiscard]] Handle adopt(BlockPtr block, const ValueSpec& spec, ValueType type = {});
   /// Ends management of an unprotected value and gives its block at `at` (default: the only one,
   /// or the cheapest by the link order), complete. Other materializations are released.
+  /// Throws as the actions do. The handle is refused from then on.
   [[nodiscard]] BlockPtr take(const Handle& handle, std::optional<Location> at = std::nullopt);
 
-  /// Puts a materialization at the location, keeps the others. Returns when it is enqueued.
+  // The five actions. Each returns when its work is enqueued; `ActionReport::wait` waits for the
+  // end. They throw, with nothing changed: `HandleError`, `UnavailableError` (no way to make it
+  // there, or it would wait where `may_block` forbids), `OwnershipError` (an exclusive value is
+  // elsewhere, a must-preserve value's last copy), `InUseError` (a lease or hold protects what
+  // would go), `BudgetError`, `StorageError`, whatever a source throws, and `TransferError` when an
+  // earlier transfer of the value is found to have failed.
+
+  /// Puts a materialization at the location, keeps the others. Charges the destination from now
+  /// on. A stale one is refreshed in place.
   ActionReport ensure(const Handle& handle, Location location, const ActionOptions& options = {});
-  /// Materializes at `to` and gives up one source.
+  /// Materializes at `to` and gives up one source (default: the cheapest by the link order). The
+  /// destination is charged from now on, the source until the copy out of it has ended.
   ActionReport move(const Handle& handle, Location to,
                     std::optional<Location> from_location = std::nullopt,
                     const ActionOptions& options = {});
+  /// Gives up the materialization at one location. Its bytes stay charged, as retiring, until its
+  /// last uses are done.
   ActionReport drop(const Handle& handle, Location location);
   /// Ends the value everywhere, all or nothing.
   ActionReport discard(const Handle& handle);
@@ -93,6 +106,8 @@ class RESIDENCY_API Manager {
   [[nodiscard]] Explanation explain(
       std::span<const ResidencyAction> actions,
       std::optional<std::uint64_t> expected_state_version = std::nullopt) const;
+  /// A scope that has not been entered: nothing is checked, reserved or moved before
+  /// `Scope::enter`.
   [[nodiscard]] Scope scope(ResidencyPlan plan, ScopeOptions options = {});
   /// Enters, runs the body, closes. When the body throws, the scope is closed, the body's error
   /// stays primary, and an error of the exit actions goes to `exit_error` (and to the warning
@@ -108,20 +123,27 @@ class RESIDENCY_API Manager {
   /// Ensure and acquire as one step, all or none, protected before anyone else can evict.
   [[nodiscard]] Lease borrow(std::span<const Handle> handles, Location at,
                              const AcquireOptions& options = {});
+  /// Protects materializations from being given up, without using them: no stream, no lease. All
+  /// or none. Throws as `acquire` does; what is there must not be stale.
   [[nodiscard]] Hold hold(std::span<const Handle> handles, Location at);
 
   /// Throws `std::invalid_argument` for an empty label, `BudgetError`, and with
   /// `require_physical` `HeadroomError`.
   [[nodiscard]] Reservation reserve(MemoryReservation reservation, bool require_physical = false);
-  /// None removes the limit. Lowering below used + reserved is a `BudgetError`.
+  /// None removes the limit. Lowering below used + reserved is a `BudgetError`. Retiring bytes do
+  /// not count here: should a transfer fail later and its source come back, used may exceed a
+  /// budget that was lowered meanwhile, until something is given up; nothing is admitted then.
   void set_budget(Location location, std::optional<Bytes> budget);
+  /// Sets every location's peaks to what it holds now.
   void reset_peaks();
   /// Forgets discarded values; they cost nothing afterwards. Returns how many.
   std::size_t forget_discarded();
 
   /// What the value was registered with.
   [[nodiscard]] ValueSpec spec(const Handle& handle) const;
+  /// Every location that was ever declared or used, in the order of `Snapshot::locations`.
   [[nodiscard]] std::vector<Location> locations() const;
+  /// One consistent view of locations, values and guards, without tensors. O(values).
   [[nodiscard]] Snapshot snapshot() const;
   /// The newest `limit` transitions, oldest first.
   [[nodiscard]] std::vector<TransitionRecord> trace(
@@ -134,8 +156,9 @@ class RESIDENCY_API Manager {
 
   /// Throws `InUseError` with the counts while leases, holds, reservations or scopes are left, or
   /// while a must-preserve value's only copy is on disk; `force` ends them all. Idempotent. With
-  /// `wait` the host waits for what is in flight.
-  void close(bool wait = true, bool force = false);
+  /// `wait` the host waits for what is in flight; a transfer that fails then is in the trace, and
+  /// nobody is owed its error any more.
+  void close(const CloseOptions& options = {});
 
   /// Recounts the ledger from the values and throws `std::logic_error` with every difference. For
   /// tests: O(values).

@@ -23,7 +23,7 @@ struct LocationBudget {
 /// under a held lock, which it removes when it closes.
 struct DiskTier {
   std::string name;  ///< `disk:NAME`
-  std::filesystem::path directory;
+  std::filesystem::path directory;  ///< a relative one is that at the time the manager is made
   std::optional<Bytes> budget = std::nullopt;
   bool fsync = false;  ///< files do not outlive the manager, so this buys only early write errors
 };
@@ -74,6 +74,11 @@ struct ScopeOptions {
   /// A reservation that cannot be made physical is a `HeadroomError` instead of accounting only.
   bool require_physical = false;
   std::vector<Stream> streams = {};
+};
+
+struct CloseOptions {
+  bool wait = true;    ///< the host waits for what is in flight
+  bool force = false;  ///< ends leases, holds, scopes and reservations, and values only on disk
 };
 
 }  // namespace residency
