@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/cuda/EmptyTensor.h>
@@ -124,6 +125,10 @@ void infer_results(const OperatorTraits& traits, const c10::OperatorHandle& op,
   Stack stack;
   for (size_t i = 0; i < arguments.size(); ++i) {
     stack.push_back(to_meta(traits.arguments[i].kind, arguments[i]));
+    if (traits.arguments[i].is_out && arguments[i].isTensor()) {
+      // Empty, so that it takes its size without a warning; the real one gives that.
+      stack.back() = at::detail::empty_meta({0}, arguments[i].toTensor().scalar_type());
+    }
   }
   constexpr c10::DispatchKeySet kMetaKey(c10::DispatchKey::Meta);
   if (traits.substitute != nullptr) {
@@ -340,12 +345,14 @@ void upload(const Tensor& to, const Tensor& from) {
       [](void* opaque) { delete static_cast<Upload*>(opaque); }, data)));
 }
 
-Tensor upload_new(const Tensor& from) {
+Tensor upload_new(const OperatorTraits& traits, const Tensor& from) {
   if (!from.defined()) {
     return {};
   }
-  TORCH_CHECK(from.layout() == c10::kStrided,
-              "its result is sparse, and only strided tensors are simulated");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      from.layout() == c10::kStrided, traits.name,
+      " cannot run on the simulated device: its result is sparse, and only strided tensors are "
+      "simulated; run this part with device='cpu'");
   Tensor to = allocate(TensorSpec::of(from));
   upload(to, from);
   return to;
@@ -377,11 +384,11 @@ Stack run_synchronously(const OperatorTraits& traits, const c10::OperatorHandle&
     } else if (traits.returns[i].is_list) {
       c10::List<Tensor> list;
       for (const IValue& element : value.toListRef()) {
-        list.push_back(upload_new(element.toTensor()));
+        list.push_back(upload_new(traits, element.toTensor()));
       }
       results.emplace_back(std::move(list));
     } else {
-      results.push_back(value.isTensor() ? IValue(upload_new(value.toTensor())) : value);
+      results.push_back(value.isTensor() ? IValue(upload_new(traits, value.toTensor())) : value);
     }
   }
   return results;

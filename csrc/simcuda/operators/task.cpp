@@ -2,14 +2,15 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstring>
 #include <mutex>
 #include <string>
 #include <utility>
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
@@ -237,6 +238,17 @@ int failed(const Task& task) {
   }
 }
 
+// A host scalar's value is taken at the call, as a kernel's parameters are. The copy also has no
+// Python object: releasing one takes the GIL, which the host may hold while it waits for the
+// stream.
+Tensor copy_of_scalar(const Tensor& tensor) {
+  const Tensor plain = tensor.resolve_conj().resolve_neg();
+  Tensor copy = at::detail::empty_cpu({}, plain.options());
+  std::memcpy(copy.mutable_data_ptr(), plain.const_data_ptr(), plain.itemsize());
+  copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return copy;
+}
+
 int run_task(void* data) {
   const auto& task = *static_cast<const Task*>(data);
   try {
@@ -260,8 +272,6 @@ void destroy_task(void* data) {
 Task::Task(const OperatorTraits& operator_traits, const c10::OperatorHandle& handle,
            std::shared_ptr<const Plan> plan_of_call, c10::ArrayRef<IValue> arguments)
     : traits(&operator_traits), op(handle), plan(std::move(plan_of_call)) {
-  // A host scalar's value is taken now, as a kernel's parameters are. The copy also keeps Python
-  // objects away from the streams' threads.
   const auto take = [this](const Tensor& tensor) -> Tensor {
     const bool device = tensor.defined() && tensor.is_cuda();
     on_device.push_back(device);
@@ -269,10 +279,7 @@ Task::Task(const OperatorTraits& operator_traits, const c10::OperatorHandle& han
       addresses.push_back(tensor.const_data_ptr());
       return {};
     }
-    if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-      return tensor;
-    }
-    return tensor.clone();
+    return tensor.defined() ? copy_of_scalar(tensor) : tensor;
   };
   values.reserve(arguments.size());
   for (size_t i = 0; i < arguments.size(); ++i) {
