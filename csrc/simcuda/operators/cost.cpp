@@ -33,7 +33,13 @@ double product_flops(Specs inputs, Specs /*written*/, Values /*arguments*/) {
   if (inputs.size() < Behind + 2) {
     return 0;
   }
-  return 2 * count(inputs[Behind]) * size(inputs[Behind + 1], -1);
+  const TensorSpec& right = inputs[Behind + 1];
+  return 2 * count(inputs[Behind]) * (right.sizes.size() < 2 ? 1 : size(right, -1));
+}
+
+// [.., in] x [out, in].
+double linear_flops(Specs inputs, Specs /*written*/, Values /*arguments*/) {
+  return inputs.size() < 2 ? 0 : 2 * count(inputs[0]) * size(inputs[1], 0);
 }
 
 // Input, weight, (bias,) ...: each output element is a product over a filter. With the channels of
@@ -59,7 +65,7 @@ double convolution_flops(Specs inputs, Specs written, Values arguments) {
   return convolution_flops_of(is_transposed(arguments) ? inputs[0] : written[0], inputs[1]);
 }
 
-double cudnn_convolution_flops(Specs inputs, Specs written, Values /*arguments*/) {
+double plain_convolution_flops(Specs inputs, Specs written, Values /*arguments*/) {
   return inputs.size() < 2 || written.empty() ? 0 : convolution_flops_of(written[0], inputs[1]);
 }
 
@@ -98,7 +104,15 @@ struct Entry {
   CostFormula formula;
 };
 
+// linear, matmul, conv and scaled_dot_product_attention are composed on either device, and priced
+// by themselves on the host, where the outermost operator is.
 constexpr std::array kFormulas{
+    Entry{"linear", {&linear_flops, true}},
+    Entry{"matmul", {&product_flops<0>, true}},
+    Entry{"conv1d", {&plain_convolution_flops, true}},
+    Entry{"conv2d", {&plain_convolution_flops, true}},
+    Entry{"conv3d", {&plain_convolution_flops, true}},
+    Entry{"scaled_dot_product_attention", {&attention_flops, true}},
     Entry{"mm", {&product_flops<0>, true}},
     Entry{"bmm", {&product_flops<0>, true}},
     Entry{"mv", {&product_flops<0>, true}},
@@ -115,9 +129,9 @@ constexpr std::array kFormulas{
     Entry{"_addmm_activation", {&product_flops<1>, true}},
     Entry{"convolution", {&convolution_flops, true}},
     Entry{"_convolution", {&convolution_flops, true}},
-    Entry{"cudnn_convolution", {&cudnn_convolution_flops, true}},
-    Entry{"cudnn_convolution_relu", {&cudnn_convolution_flops, true}},
-    Entry{"cudnn_convolution_add_relu", {&cudnn_convolution_flops, true}},
+    Entry{"cudnn_convolution", {&plain_convolution_flops, true}},
+    Entry{"cudnn_convolution_relu", {&plain_convolution_flops, true}},
+    Entry{"cudnn_convolution_add_relu", {&plain_convolution_flops, true}},
     Entry{"convolution_backward", {&convolution_backward_flops, true}},
     Entry{"_scaled_dot_product_flash_attention", {&attention_flops, true}},
     Entry{"_scaled_dot_product_efficient_attention", {&attention_flops, true}},

@@ -2,9 +2,9 @@
 
 usage: generate_facts.py native_functions.yaml operator_facts.inc
 
-The file comes with torch (torchgen/packaged/ATen/native). It is read line by line, as a YAML parser
-would be one more thing to install, and the comment `# TensorIterator` behind `device_check: NoCheck`
-is a fact that a parser drops: the check is made by TensorIterator then, by its own rules.
+The file comes with torch (torchgen/packaged/ATen/native). It is read line by line: a YAML parser
+would be one more thing to install, and drop a fact, the comment `# TensorIterator` behind
+`device_check: NoCheck`. The check is made by TensorIterator then, by its own rules.
 """
 
 import re
@@ -13,7 +13,7 @@ import sys
 
 def facts(lines):
     """Yields name, check (kSame, kIterator, kNone) and whether the kernel is structured."""
-    name = None
+    name, check, structured = None, "kSame", "false"
     for line in lines:
         if match := re.match(r"- func: ([\w.]+)\(", line):
             if name:

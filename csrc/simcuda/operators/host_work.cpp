@@ -49,6 +49,16 @@ bool add_specs(const IValue& value, std::vector<TensorSpec>& specs) {
   return true;
 }
 
+// The tensor, or the first of a list; null when there is none with bytes.
+const at::TensorImpl* first_tensor(const IValue& value) {
+  if (value.isTensorList()) {
+    const auto elements = value.toListRef();
+    return elements.empty() ? nullptr : first_tensor(elements[0]);
+  }
+  return value.isTensor() && value.toTensor().has_storage() ? value.toTensor().unsafeGetTensorImpl()
+                                                            : nullptr;
+}
+
 std::unique_ptr<ObserverContext> start(const RecordFunction& function) {
   if (t_depth++ != 0) {
     return nullptr;
@@ -60,11 +70,11 @@ std::unique_ptr<ObserverContext> start(const RecordFunction& function) {
       break;
     }
   }
-  const c10::ArrayRef<const IValue> inputs = function.inputs();
-  if (host_operator->on_host && !inputs.empty() && inputs[0].isTensor() &&
-      inputs[0].toTensor().has_storage()) {
-    host_operator->self = inputs[0].toTensor().unsafeGetTensorImpl();
-    host_operator->storage = host_operator->self->unsafe_storage().unsafeGetStorageImpl();
+  if (host_operator->on_host && !function.inputs().empty()) {
+    host_operator->self = first_tensor(function.inputs()[0]);
+    if (host_operator->self != nullptr) {
+      host_operator->storage = host_operator->self->unsafe_storage().unsafeGetStorageImpl();
+    }
   }
   return host_operator;
 }
@@ -75,10 +85,10 @@ bool touches_nothing(std::string_view name, const HostOperator& host_operator,
   if (name.starts_with("aten::empty") || name.starts_with("aten::resize") || outputs.empty()) {
     return true;
   }
-  if (!outputs[0].isTensor() || !outputs[0].toTensor().has_storage()) {
+  const at::TensorImpl* output = first_tensor(outputs[0]);
+  if (output == nullptr) {
     return false;
   }
-  const at::TensorImpl* output = outputs[0].toTensor().unsafeGetTensorImpl();
   return output != host_operator.self &&
          output->unsafe_storage().unsafeGetStorageImpl() == host_operator.storage;
 }
