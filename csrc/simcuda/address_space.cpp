@@ -47,8 +47,7 @@ AddressSpace::AddressSpace(uint64_t capacity_bytes, bool dry) : dry_(dry) {
     if (window) syscall(SYS_munmap, window, wanted);
     wanted = wanted / 2 / kGranularity * kGranularity;
     if (wanted < capacity_bytes) {
-      complain("the system refuses the address space of the simulated devices' memory");
-      _exit(2);
+      stop_process("the system refuses the address space of the simulated devices' memory");
     }
   }
   window_ = round_up(window, kGranularity);

@@ -140,6 +140,18 @@ std::shared_ptr<std::vector<char>> stage(const char* source, const Shape& shape)
   return staged;
 }
 
+// False when a side on a device has been freed since the copy was enqueued.
+bool still_there(const CopyRequest& request, const Route& route) {
+  Hidden hidden;
+  const AddressSpace& memory = runtime().memory;
+  const Shape& shape = request.shape;
+  auto intact = [&](const void* address, uint64_t pitch) {
+    return !memory.in_window(address) || memory.cover(address, shape.span(pitch)).has_value();
+  };
+  return route.direction < 0 || (intact(request.source, shape.source_pitch) &&
+                                 intact(request.destination, shape.destination_pitch));
+}
+
 std::shared_ptr<Body> body_of(const CopyRequest& request, const Route& route, bool staged) {
   if (runtime().dry && route.direction >= 0) return nullptr;
   const AddressSpace& memory = runtime().memory;
@@ -152,7 +164,8 @@ std::shared_ptr<Body> body_of(const CopyRequest& request, const Route& route, bo
     source = buffer->data();
     shape.source_pitch = shape.row_bytes;
   }
-  return std::make_shared<Body>([destination, source, shape, buffer] {
+  return std::make_shared<Body>([request, route, destination, source, shape, buffer] {
+    if (!still_there(request, route)) return cudaErrorIllegalAddress;
     copy_rows(destination, source, shape);
     return cudaSuccess;
   });

@@ -62,6 +62,10 @@ const char* message();
 // One line on stderr, in one write so that lines of several threads do not mix.
 void complain(const std::string& line);
 
+// Ends the process with one line: what was asked for cannot be had, and going on without it would
+// hide that.
+[[noreturn]] void stop_process(const std::string& reason);
+
 // Says once that a function is not simulated; returns cudaErrorNotSupported.
 cudaError_t not_simulated(const char* name, const char* advice = "");
 

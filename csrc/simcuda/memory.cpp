@@ -121,6 +121,7 @@ SIMCUDA_EXPORT cudaError_t cudaFree(void* pointer) {
   // As the real one: nothing may use the memory afterwards.
   Device& device = device_of(*range);
   synchronize_device(device);
+  let_running_operations_finish();
   // Another thread may have freed it in the meantime.
   if (!memory.take(pointer, RangeKind::kDevice)) return fail(cudaErrorInvalidValue);
   memory.decommit(range->base, range->charged_bytes);

@@ -13,7 +13,7 @@
 
 #include <unistd.h>
 
-#include "csrc/simcuda/sanitizer.h"
+#include "csrc/simcuda/entry.h"
 
 namespace simcuda {
 namespace {
@@ -279,12 +279,6 @@ Keys::Keys() {
   add_limits();
 }
 
-[[noreturn]] void stop(const std::string& reason) {
-  fprintf(stderr, "simcuda: %s\n", reason.c_str());
-  // No destructors and no handlers: the program has not begun.
-  _exit(2);
-}
-
 std::string known_keys() {
   std::string names;
   for (const auto& [name, key] : keys().by_name) {
@@ -307,7 +301,7 @@ __attribute__((constructor)) void read_environment() {
       return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
     });
     std::string reason = set_setting(key, variable.substr(equals + 1), false);
-    if (!reason.empty()) stop(std::string(variable).append(": ").append(reason));
+    if (!reason.empty()) stop_process(std::string(variable).append(": ").append(reason));
   }
 }
 

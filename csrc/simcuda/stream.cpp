@@ -326,4 +326,20 @@ void synchronize_all_devices() {
   for (const auto& device : runtime().devices) synchronize_device(*device);
 }
 
+void let_running_operations_finish() {
+  std::vector<OperationPtr> operations;
+  {
+    Clock& clock = runtime().clock;
+    Clock::Lock lock(clock.mutex);
+    for (const auto& device : runtime().devices) {
+      for (OperationPtr& last : last_operations(*device)) {
+        if (last && clock.would_end(lock, *last)) operations.push_back(std::move(last));
+      }
+    }
+  }
+  for (const OperationPtr& operation : operations) {
+    operation->stream->wait_until_run(operation->index);
+  }
+}
+
 }  // namespace simcuda

@@ -114,6 +114,9 @@ void synchronize(Device& device, const std::vector<OperationPtr>& operations);
 // The same for all that a device has to do.
 void synchronize_device(Device& device);
 void synchronize_all_devices();
+// Waits, off the clock, until nothing that can run now still uses memory that is about to go.
+// Another device may be copying from or to it.
+void let_running_operations_finish();
 
 }  // namespace simcuda
 

@@ -220,17 +220,8 @@ SIMCUDA_EXPORT int simcuda_driver_unmap(uint64_t base, uint64_t num_bytes) {
   VirtualMemory& memory = virtual_memory();
   std::vector<Mapping> unmapped;
   // The real driver leaves the waiting to the program, which then loses the bytes of running
-  // copies; here it would crash them, so the devices are waited for, off the books.
-  for (const auto& device : runtime().devices) {
-    std::vector<OperationPtr> operations;
-    {
-      Clock::Lock lock(runtime().clock.mutex);
-      operations = last_operations(*device);
-    }
-    for (const OperationPtr& operation : operations) {
-      if (operation) operation->stream->wait_until_run(operation->index);
-    }
-  }
+  // copies; here it would crash them.
+  let_running_operations_finish();
   std::lock_guard lock(memory.mutex);
   std::vector<uint64_t> bases = mappings_in(memory, base, num_bytes);
   if (bases.empty()) return CUDA_ERROR_INVALID_VALUE;

@@ -23,18 +23,24 @@ class ClockTest : public SimcudaTest {
   uint64_t end() const { return simcuda_device_end(-1) - start_; }
 
   static constexpr uint64_t kMB = 1000000;
-  DeviceBytes device_{8 * kMB};
-  PinnedBytes host_{8 * kMB};
-  PinnedBytes other_host_{8 * kMB};
-
+  // Each copy has a destination of its own, as nothing orders them.
   void h2d(cudaStream_t stream, uint64_t num_bytes) {
-    EXPECT_CUDA(cudaMemcpyAsync(device_.get(), host_.get(), num_bytes, cudaMemcpyHostToDevice,
-                                stream));
+    EXPECT_CUDA(cudaMemcpyAsync(device_.get() + uploaded_, host_.get(), num_bytes,
+                                cudaMemcpyHostToDevice, stream));
+    uploaded_ += num_bytes;
   }
   void d2h(cudaStream_t stream, uint64_t num_bytes) {
-    EXPECT_CUDA(cudaMemcpyAsync(other_host_.get(), device_.get() + 4 * kMB, num_bytes,
+    EXPECT_CUDA(cudaMemcpyAsync(other_host_.get() + downloaded_, unwritten_.get(), num_bytes,
                                 cudaMemcpyDeviceToHost, stream));
+    downloaded_ += num_bytes;
   }
+
+  DeviceBytes device_{12 * kMB};
+  DeviceBytes unwritten_{4 * kMB};
+  PinnedBytes host_{4 * kMB};
+  PinnedBytes other_host_{12 * kMB};
+  uint64_t uploaded_ = 0;
+  uint64_t downloaded_ = 0;
 
   Stream a_;
   Stream b_;
@@ -202,9 +208,8 @@ TEST_F(ClockTest, SmallPageableSourceIsStaged) {
   EXPECT_EQ(counters().host_syncs, 0u);
   // The source is the program's again.
   memset(pageable.data(), 2, pageable.size());
-  char first = 0;
-  EXPECT_CUDA(cudaMemcpy(&first, device_.get(), 1, cudaMemcpyDeviceToHost));
   EXPECT_CUDA(cudaStreamSynchronize(a_));
+  char first = 0;
   EXPECT_CUDA(cudaMemcpy(&first, device_.get(), 1, cudaMemcpyDeviceToHost));
   EXPECT_EQ(first, 1);
 }
@@ -313,7 +318,7 @@ TEST_F(ClockTest, PeerCopiesHaveTheirOwnEngine) {
   ASSERT_CUDA(cudaSetDevice(1));
   DeviceBytes on_other(1 * kMB);
   ASSERT_CUDA(cudaSetDevice(0));
-  EXPECT_CUDA(cudaMemcpyPeerAsync(on_other.get(), 1, device_.get(), 0, 1 * kMB, a_));
+  EXPECT_CUDA(cudaMemcpyPeerAsync(on_other.get(), 1, unwritten_.get(), 0, 1 * kMB, a_));
   h2d(b_, 1 * kMB);
   EXPECT_EQ(end(), 1000000u);
   EXPECT_EQ(counters().copies[SIMCUDA_PEER], 1u);

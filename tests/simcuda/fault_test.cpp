@@ -70,6 +70,25 @@ TEST_F(FaultTest, KernelThatFailsBreaksItsDevice) {
   EXPECT_EXIT(run_it(), ::testing::ExitedWithCode(0), "");
 }
 
+TEST_F(FaultTest, CopyOfMemoryThatWasFreedMeanwhileIsAnIllegalAccess) {
+  auto run_it = [] {
+    ASSERT_CUDA(cudaSetDevice(1));
+    void* remote = nullptr;
+    ASSERT_CUDA(cudaMalloc(&remote, 100));
+    ASSERT_CUDA(cudaSetDevice(0));
+    DeviceBytes local(100);
+    Stream stream;
+    ASSERT_EQ(simcuda_hold(stream), 0);
+    ASSERT_CUDA(cudaMemcpyPeerAsync(local.get(), 0, remote, 1, 100, stream));
+    // Frees wait for the memory's own device only.
+    ASSERT_CUDA(cudaFree(remote));
+    ASSERT_EQ(simcuda_release(stream), 0);
+    _exit(cudaStreamSynchronize(stream) == cudaErrorIllegalAddress ? 0 : 1);
+  };
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(run_it(), ::testing::ExitedWithCode(0), "");
+}
+
 TEST_F(FaultTest, SettingsReadBackAsTextsThatSetAccepts) {
   set("h2d", "900MB/s");
   EXPECT_STREQ(simcuda_get("h2d"), "900000000B/s");

@@ -34,7 +34,7 @@ TEST_F(StreamTest, HeldStreamRunsNothingUntilReleased) {
   EXPECT_CUDA(cudaMemsetAsync(device.get(), 3, 100, stream));
   EXPECT_CUDA(cudaMemcpyAsync(result.get(), device.get(), 100, cudaMemcpyDeviceToHost, stream));
   std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  EXPECT_EQ(result.get()[0], 7);
+  EXPECT_EQ(peek(result.get()), 7);
   EXPECT_EQ(simcuda_pending(stream), 2u);
   ASSERT_EQ(simcuda_release(stream), 0);
   EXPECT_CUDA(cudaStreamSynchronize(stream));
@@ -49,8 +49,8 @@ TEST_F(StreamTest, StepRunsSoManyOperations) {
   for (int i = 0; i < 3; ++i) EXPECT_CUDA(cudaMemsetAsync(bytes.get() + i, 1, 1, stream));
   ASSERT_EQ(simcuda_step(stream, 2), 0);
   EXPECT_EQ(simcuda_pending(stream), 1u);
-  EXPECT_EQ(bytes.get()[1], 1);
-  EXPECT_EQ(bytes.get()[2], 0);
+  EXPECT_EQ(peek(bytes.get() + 1), 1);
+  EXPECT_EQ(peek(bytes.get() + 2), 0);
   EXPECT_EQ(cudaStreamQuery(stream), cudaErrorNotReady);
   ASSERT_EQ(simcuda_step(stream, 1), 0);
   EXPECT_CUDA(cudaStreamQuery(stream));
@@ -65,8 +65,8 @@ TEST_F(StreamTest, StepsThatAreLeftGoToLaterOperations) {
   EXPECT_CUDA(cudaMemsetAsync(bytes.get(), 1, 1, stream));
   EXPECT_CUDA(cudaMemsetAsync(bytes.get() + 1, 1, 1, stream));
   while (simcuda_pending(stream) > 1) std::this_thread::yield();
-  EXPECT_EQ(bytes.get()[0], 1);
-  EXPECT_EQ(bytes.get()[1], 0);
+  EXPECT_EQ(peek(bytes.get()), 1);
+  EXPECT_EQ(peek(bytes.get() + 1), 0);
   ASSERT_EQ(simcuda_release(stream), 0);
 }
 
