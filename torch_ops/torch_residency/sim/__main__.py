@@ -87,8 +87,11 @@ def prepare(options: argparse.Namespace) -> None:
     os.environ.pop(_process.REPORTS_VARIABLE, None)
     _library.load(**options.settings)
     reports = _process.give_to_children(options.settings)
+    import torch
+
     watch = Watch(os.path.abspath(options.program[0]))  # a name no file has, for a module
     watch.start()
+    torch.cuda._lazy_call(watch.start_allocator)
     own_pid = os.getpid()
     if options.timeline:
         recorder = control.timeline(options.timeline)

@@ -50,7 +50,8 @@ def start() -> None:
     if reports:
         import torch
 
-        # Too early to follow: torch is not imported in full.
+        # Too early to follow: torch is not imported in full. In the call that comes later, another
+        # _lazy_call would wait for itself (torch 2.11 holds a plain lock).
         torch.cuda._lazy_call(lambda: _follow(Path(reports)))
 
 
@@ -61,6 +62,7 @@ def read_reports(folder: Path) -> list[dict]:
 def _follow(folder: Path) -> None:
     watch = Watch(os.path.abspath(sys.argv[0]) if sys.argv else "")
     watch.start()
+    watch.start_allocator()
     pid = os.getpid()
 
     def write() -> None:

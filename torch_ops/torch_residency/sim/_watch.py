@@ -54,7 +54,7 @@ class Watch:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Follow torch, which has been imported. CUDA is not initialised."""
+        """Follow torch, which has been imported in full. CUDA is not initialised."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -67,10 +67,12 @@ class Watch:
             (torch._C, "_accelerator_resetAccumulatedStats", self._keep_sums),
         ):
             self._wrap(owner, name, keep)
-        # There is no allocator to observe before.
-        torch.cuda._lazy_call(
-            lambda: torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
-        )
+
+    def start_allocator(self) -> None:
+        """Follow the device allocator: when CUDA is initialised, as there is none before."""
+        import torch
+
+        torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
 
     @staticmethod
     def _wrap(owner: object, name: str, before: Callable[..., None]) -> None:
