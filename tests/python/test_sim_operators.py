@@ -601,5 +601,8 @@ def test_operators_on_the_host_cost_host_time(torch, sim):
     assert cost(lambda: large.add(1)) > 100 * cost(lambda: small.add(1)) > 0
     assert cost(lambda: large.view(2, -1)) == 0
     assert cost(lambda: torch.empty(2**22)) == 0
+    parameter, gradient = torch.nn.Parameter(large.clone()), torch.ones(2**22)
+    parameter.grad = gradient
+    assert cost(torch.optim.SGD([parameter], foreach=True).step) >= cost(lambda: large.add_(1))
     # As often as called, not once more for what it calls itself.
     assert cost(lambda: torch.nn.functional.mse_loss(large, large)) < 3 * cost(lambda: large.add(1))

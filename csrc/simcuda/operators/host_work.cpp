@@ -23,8 +23,8 @@ thread_local int t_depth = 0;
 // Kept from the start of the operator: its inputs are gone at its end.
 struct HostOperator : ObserverContext {
   std::vector<TensorSpec> inputs;
-  const at::TensorImpl* self = nullptr;  // to compare with, not to follow
-  const c10::StorageImpl* storage = nullptr;
+  const c10::StorageImpl* storage = nullptr;  // of the first one; to compare with, not to follow
+  size_t num_first = 0;                       // of inputs, from the first argument
   bool on_host = true;
 };
 
@@ -69,27 +69,33 @@ std::unique_ptr<ObserverContext> start(const RecordFunction& function) {
       host_operator->on_host = false;
       break;
     }
+    if (&value == function.inputs().begin()) {
+      host_operator->num_first = host_operator->inputs.size();
+    }
   }
   if (host_operator->on_host && !function.inputs().empty()) {
-    host_operator->self = first_tensor(function.inputs()[0]);
-    if (host_operator->self != nullptr) {
-      host_operator->storage = host_operator->self->unsafe_storage().unsafeGetStorageImpl();
+    if (const at::TensorImpl* self = first_tensor(function.inputs()[0])) {
+      host_operator->storage = self->unsafe_storage().unsafeGetStorageImpl();
     }
   }
   return host_operator;
 }
 
-// A view, or an output that has not been written.
+bool is_in_place(std::string_view name) {
+  return name.ends_with('_');
+}
+
+// A view, an argument that is handed back, or an output that has not been written.
 bool touches_nothing(std::string_view name, const HostOperator& host_operator,
                      const std::vector<IValue>& outputs) {
-  if (name.starts_with("aten::empty") || name.starts_with("aten::resize") || outputs.empty()) {
+  if (name.starts_with("aten::empty") || name.starts_with("aten::resize")) {
     return true;
   }
-  const at::TensorImpl* output = first_tensor(outputs[0]);
-  if (output == nullptr) {
+  if (is_in_place(name)) {
     return false;
   }
-  return output != host_operator.self &&
+  const at::TensorImpl* output = outputs.empty() ? nullptr : first_tensor(outputs[0]);
+  return output != nullptr &&
          output->unsafe_storage().unsafeGetStorageImpl() == host_operator.storage;
 }
 
@@ -108,6 +114,11 @@ void finish(const RecordFunction& function, ObserverContext* context) {
   const std::string_view name = function.name();
   if (!name.starts_with("aten::") || touches_nothing(name, *host_operator, function.outputs())) {
     return;
+  }
+  if (outputs.empty() && is_in_place(name)) {  // _foreach_add_ and the like return nothing
+    outputs.assign(
+        host_operator->inputs.begin(),
+        host_operator->inputs.begin() + static_cast<ptrdiff_t>(host_operator->num_first));
   }
   const Cost cost = price(find_cost_formula(name.substr(6)), host_operator->inputs, outputs, {});
   simcuda_work work{function.name(), cost.flops, cost.bytes, cost.precision};

@@ -133,6 +133,8 @@ void infer_results(const OperatorTraits& traits, const c10::OperatorHandle& op,
   constexpr c10::DispatchKeySet kMetaKey(c10::DispatchKey::Meta);
   if (traits.substitute != nullptr) {
     traits.substitute->callBoxed(op, kMetaKey, &stack);
+  } else if (traits.structured_meta != nullptr) {
+    traits.structured_meta->callBoxed(op, kMetaKey, &stack);
   } else {
     op.redispatchBoxed(kMetaKey, &stack);
   }

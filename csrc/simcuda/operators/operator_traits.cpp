@@ -7,6 +7,7 @@
 
 #include <ATen/core/enum_tag.h>
 
+#include "csrc/simcuda/operators/structured_meta.h"
 #include "csrc/simcuda/operators/substitutes.h"
 
 namespace residency::simcuda {
@@ -127,6 +128,7 @@ OperatorTraits::OperatorTraits(const c10::OperatorHandle& op)
   check = facts.check;
   wrapper_name = wrapper_name_of(schema, facts.structured);
   substitute = find_substitute(name);
+  structured_meta = find_structured_meta(plain);
   cost = find_cost_formula(plain);
   is_foreach = plain.starts_with("_foreach_");
   takes_host_scalars = plain.starts_with("where") || plain.starts_with("_fused_");

@@ -47,6 +47,8 @@ struct OperatorTraits {
   std::optional<c10::OperatorHandle> out_variant;
   /// What runs in place of a CPU kernel that does not exist; made of CPU operators.
   const c10::KernelFunction* substitute = nullptr;
+  /// Infers the results' shapes in place of the dispatcher's meta kernel.
+  const c10::KernelFunction* structured_meta = nullptr;
   CostFormula cost;
 };
 
