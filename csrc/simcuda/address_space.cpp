@@ -25,8 +25,7 @@ void* map_memory(uintptr_t address, uint64_t num_bytes, int protection, int flag
 }
 
 uintptr_t reserve_window(uint64_t num_bytes) {
-  void* window =
-      map_memory(0, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE);
+  void* window = map_memory(0, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE);
   return window == MAP_FAILED ? 0 : reinterpret_cast<uintptr_t>(window);
 }
 

@@ -66,7 +66,8 @@ void Clock::close_gate(Lock&, Operation& operation) {
   bool was_ready = operation.model.num_unresolved++ == 0;
   if (!was_ready) return;
   Engine* engine = operation.spec.engine;
-  std::erase_if(engine->ready, [&](const OperationPtr& ready) { return ready.get() == &operation; });
+  std::erase_if(engine->ready,
+                [&](const OperationPtr& ready) { return ready.get() == &operation; });
   std::make_heap(engine->ready.begin(), engine->ready.end(), served_later);
   if (engine->ready.empty()) std::erase(busy_, engine);
 }

@@ -76,9 +76,13 @@ std::string no_such_device(int device) {
 
 }  // namespace
 
-int simcuda_present(void) { return 1; }
+int simcuda_present(void) {
+  return 1;
+}
 
-const char* simcuda_message(void) { return message(); }
+const char* simcuda_message(void) {
+  return message();
+}
 
 int simcuda_set(const char* key, const char* value) {
   Hidden hidden;
@@ -164,7 +168,9 @@ uint64_t simcuda_device_end(int device) {
   return clock.end_of(lock, one);
 }
 
-int simcuda_deterministic(void) { return one_thread_at_a_time() ? 1 : 0; }
+int simcuda_deterministic(void) {
+  return one_thread_at_a_time() ? 1 : 0;
+}
 
 void simcuda_record_timeline(int on) {
   Hidden hidden;

@@ -31,8 +31,8 @@ struct CopyRequest {
   const void* source = nullptr;
   Shape shape;
   cudaMemcpyKind kind = cudaMemcpyDefault;
-  bool blocking = false;      // the host waits, as cudaMemcpy does
-  bool source_ends = false;   // the source may change once the call has returned
+  bool blocking = false;     // the host waits, as cudaMemcpy does
+  bool source_ends = false;  // the source may change once the call has returned
 };
 
 // What a copy turns out to be, from what its pointers are.
@@ -89,15 +89,16 @@ std::optional<Route> find_route(const CopyRequest& request) {
   return route;
 }
 
-Device& device_at(int ordinal) { return *runtime().devices[static_cast<size_t>(ordinal)]; }
+Device& device_at(int ordinal) {
+  return *runtime().devices[static_cast<size_t>(ordinal)];
+}
 
 Engine* engine_of(const Route& route) {
   switch (route.direction) {
     case SIMCUDA_H2D: return &device_at(route.destination_device).engines[kEngineH2D];
     case SIMCUDA_D2H: return &device_at(route.source_device).engines[kEngineD2H];
     case SIMCUDA_D2D: return &device_at(route.source_device).engines[kEngineD2D];
-    case SIMCUDA_PEER:
-      return &runtime().peer_engine(route.source_device, route.destination_device);
+    case SIMCUDA_PEER: return &runtime().peer_engine(route.source_device, route.destination_device);
     default: return nullptr;
   }
 }
@@ -314,9 +315,8 @@ SIMCUDA_EXPORT cudaError_t cudaMemcpy2D(void* destination, size_t destination_pi
 }
 
 SIMCUDA_EXPORT cudaError_t cudaMemcpyBatchAsync(void* const* destinations,
-                                                const void* const* sources,
-                                                const size_t* num_bytes, size_t count,
-                                                cudaMemcpyAttributes* attributes,
+                                                const void* const* sources, const size_t* num_bytes,
+                                                size_t count, cudaMemcpyAttributes* attributes,
                                                 size_t* attribute_starts, size_t num_attributes,
                                                 cudaStream_t handle) {
   SIMCUDA_ENTER(cudaMemcpyBatchAsync, kHostCall);

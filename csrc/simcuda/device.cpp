@@ -79,8 +79,7 @@ int attribute_of(const cudaDeviceProp& properties, cudaDeviceAttr attribute) {
     case cudaDevAttrMaxGridDimX: return properties.maxGridSize[0];
     case cudaDevAttrMaxGridDimY: return properties.maxGridSize[1];
     case cudaDevAttrMaxGridDimZ: return properties.maxGridSize[2];
-    case cudaDevAttrMaxSharedMemoryPerBlock:
-      return static_cast<int>(properties.sharedMemPerBlock);
+    case cudaDevAttrMaxSharedMemoryPerBlock: return static_cast<int>(properties.sharedMemPerBlock);
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       return static_cast<int>(properties.sharedMemPerBlockOptin);
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
@@ -104,9 +103,13 @@ int attribute_of(const cudaDeviceProp& properties, cudaDeviceAttr attribute) {
 
 }  // namespace
 
-int current_ordinal() { return t_ordinal; }
+int current_ordinal() {
+  return t_ordinal;
+}
 
-bool is_device(int ordinal) { return ordinal >= 0 && ordinal < settings().num_devices; }
+bool is_device(int ordinal) {
+  return ordinal >= 0 && ordinal < settings().num_devices;
+}
 
 Device& current_device() {
   Device& device = *runtime().devices[static_cast<size_t>(t_ordinal)];

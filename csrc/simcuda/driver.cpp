@@ -25,13 +25,19 @@ int device_of(CUcontext context) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(context) - kFirstContext);
 }
 
-CUresult result(int code) { return static_cast<CUresult>(code); }
+CUresult result(int code) {
+  return static_cast<CUresult>(code);
+}
 
-bool is_device(CUdevice device) { return device >= 0 && device < simcuda_driver_num_devices(); }
+bool is_device(CUdevice device) {
+  return device >= 0 && device < simcuda_driver_num_devices();
+}
 
 }  // namespace
 
-SIMCUDA_DRIVER cuInit(unsigned) { return CUDA_SUCCESS; }
+SIMCUDA_DRIVER cuInit(unsigned) {
+  return CUDA_SUCCESS;
+}
 
 SIMCUDA_DRIVER cuDriverGetVersion(int* version) {
   *version = CUDA_VERSION;
@@ -56,8 +62,7 @@ SIMCUDA_DRIVER cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CU
     *value = 1;
     return CUDA_SUCCESS;
   }
-  cudaError_t error =
-      cudaDeviceGetAttribute(value, static_cast<cudaDeviceAttr>(attribute), device);
+  cudaError_t error = cudaDeviceGetAttribute(value, static_cast<cudaDeviceAttr>(attribute), device);
   return error == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 

@@ -21,21 +21,21 @@ void* open_driver() {
   return dlopen(path.c_str(), RTLD_LAZY | RTLD_GLOBAL);
 }
 
-cudaError_t find_entry(const char* name, void** function,
-                       cudaDriverEntryPointQueryResult* result) {
+cudaError_t find_entry(const char* name, void** function, cudaDriverEntryPointQueryResult* result) {
   static void* driver = open_driver();
   *function = driver ? dlsym(driver, name) : nullptr;
   std::string versioned = std::string(name) + "_v2";
   if (!*function && driver) *function = dlsym(driver, versioned.c_str());
-  if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  if (result)
+    *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 
 }  // namespace
 
-SIMCUDA_EXPORT cudaError_t cudaGetDriverEntryPointByVersion(
-    const char* name, void** function, unsigned, unsigned long long,
-    cudaDriverEntryPointQueryResult* result) {
+SIMCUDA_EXPORT cudaError_t
+cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                 cudaDriverEntryPointQueryResult* result) {
   SIMCUDA_ENTER(cudaGetDriverEntryPointByVersion, kNothing);
   if (!name || !function) return fail(cudaErrorInvalidValue);
   return find_entry(name, function, result);

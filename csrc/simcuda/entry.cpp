@@ -70,7 +70,9 @@ cudaError_t fail(cudaError_t error) {
   return error;
 }
 
-cudaError_t last_error() { return t_last_error; }
+cudaError_t last_error() {
+  return t_last_error;
+}
 
 cudaError_t take_last_error() {
   cudaError_t error = t_last_error;
@@ -85,7 +87,9 @@ void set_message(std::string message) {
   *t_message = std::move(message);
 }
 
-const char* message() { return t_message ? t_message->c_str() : ""; }
+const char* message() {
+  return t_message ? t_message->c_str() : "";
+}
 
 void complain(const std::string& line) {
   std::string text = "simcuda: " + line + "\n";

@@ -75,12 +75,12 @@ bool forked_after_use();
 }  // namespace simcuda
 
 // The first statement of each entry point.
-#define SIMCUDA_ENTER(name, cost)                                                     \
-  ::simcuda::Hidden hidden_call;                                                      \
+#define SIMCUDA_ENTER(name, cost)                                                       \
+  ::simcuda::Hidden hidden_call;                                                        \
   ::simcuda::ClockCall clock_call(::simcuda::Cost::cost == ::simcuda::Cost::kHostCall); \
-  static ::simcuda::EntryPoint& entry_point = ::simcuda::EntryPoint::named(#name);    \
-  if (int refused = entry_point.enter(::simcuda::Cost::cost)) {                       \
-    return ::simcuda::fail(static_cast<cudaError_t>(refused));                        \
+  static ::simcuda::EntryPoint& entry_point = ::simcuda::EntryPoint::named(#name);      \
+  if (int refused = entry_point.enter(::simcuda::Cost::cost)) {                         \
+    return ::simcuda::fail(static_cast<cudaError_t>(refused));                          \
   }
 
 #endif

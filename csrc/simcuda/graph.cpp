@@ -12,7 +12,9 @@ namespace {
 
 thread_local cudaStreamCaptureMode t_interaction_mode = cudaStreamCaptureModeGlobal;
 
-Clock::Lock lock_clock() { return Clock::Lock(runtime().clock.mutex); }
+Clock::Lock lock_clock() {
+  return Clock::Lock(runtime().clock.mutex);
+}
 
 GraphNode* add_node(Graph& graph, OperationSpec spec, std::vector<GraphNode*> dependencies) {
   auto node = std::make_unique<GraphNode>();
@@ -34,7 +36,9 @@ GraphNode* find_node(cudaGraphNode_t handle) {
   return runtime().graphs.nodes.contains(node) ? node : nullptr;
 }
 
-cudaGraphNode_t handle_of(GraphNode* node) { return reinterpret_cast<cudaGraphNode_t>(node); }
+cudaGraphNode_t handle_of(GraphNode* node) {
+  return reinterpret_cast<cudaGraphNode_t>(node);
+}
 
 // False when one of them is no node of the graph.
 bool find_nodes(const Graph& graph, const cudaGraphNode_t* handles, size_t count,
@@ -641,8 +645,9 @@ SIMCUDA_EXPORT cudaError_t cudaGraphReleaseUserObject(cudaGraph_t graph_handle,
   auto lock = lock_clock();
   std::shared_ptr<Graph> graph = runtime().graphs.graphs.find(graph_handle);
   if (!graph) return fail(cudaErrorInvalidValue);
-  auto found = std::find_if(graph->user_objects.begin(), graph->user_objects.end(),
-                            [&](const auto& held) { return static_cast<void*>(held.first.get()) == handle; });
+  auto found = std::find_if(
+      graph->user_objects.begin(), graph->user_objects.end(),
+      [&](const auto& held) { return static_cast<void*>(held.first.get()) == handle; });
   if (found == graph->user_objects.end() || found->second < count) {
     return fail(cudaErrorInvalidValue);
   }

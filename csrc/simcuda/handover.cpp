@@ -91,8 +91,12 @@ ClockCall::~ClockCall() {
   g_inside.compare_exchange_strong(me, 0);
 }
 
-bool one_thread_at_a_time() { return g_one_at_a_time.load(std::memory_order_relaxed); }
+bool one_thread_at_a_time() {
+  return g_one_at_a_time.load(std::memory_order_relaxed);
+}
 
-void mark_order_undetermined() { g_one_at_a_time = false; }
+void mark_order_undetermined() {
+  g_one_at_a_time = false;
+}
 
 }  // namespace simcuda

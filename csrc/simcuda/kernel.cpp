@@ -133,7 +133,9 @@ SIMCUDA_EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
 
 SIMCUDA_EXPORT void __cudaUnregisterFatBinary(void**) {}
 
-SIMCUDA_EXPORT char __cudaInitModule(void**) { return 0; }
+SIMCUDA_EXPORT char __cudaInitModule(void**) {
+  return 0;
+}
 
 SIMCUDA_EXPORT void __cudaRegisterFunction(void**, const char* function, char*, const char* name,
                                            int, uint3*, uint3*, dim3*, dim3*, int*) {
@@ -209,8 +211,10 @@ SIMCUDA_EXPORT cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, 
   return cudaSuccess;
 }
 
-SIMCUDA_EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
-    int* num_blocks, const void*, int, size_t, unsigned) {
+SIMCUDA_EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* num_blocks,
+                                                                                  const void*, int,
+                                                                                  size_t,
+                                                                                  unsigned) {
   SIMCUDA_ENTER(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, kNothing);
   *num_blocks = 2;
   return cudaSuccess;

@@ -24,7 +24,9 @@ Device& device_of(const Range& range) {
   return *runtime().devices[static_cast<size_t>(range.device)];
 }
 
-uintptr_t address_of(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+uintptr_t address_of(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer);
+}
 
 cudaError_t allocate(void** pointer, uint64_t num_bytes) {
   Device& device = current_device();
@@ -184,8 +186,8 @@ SIMCUDA_EXPORT cudaError_t cudaHostRegister(void* pointer, size_t num_bytes, uns
   AddressSpace& memory = runtime().memory;
   uint64_t first_page = address_of(pointer) / page_bytes() * page_bytes();
   uint64_t charged = round_up(address_of(pointer) + num_bytes, page_bytes()) - first_page;
-  Range range{address_of(pointer), num_bytes, device.ordinal, RangeKind::kRegistered,
-              charged,             flags};
+  Range range{address_of(pointer),    num_bytes, device.ordinal,
+              RangeKind::kRegistered, charged,   flags};
   if (!memory.insert_if_free(range)) return fail(cudaErrorHostMemoryAlreadyRegistered);
   if (!memory.charge_pinned(charged)) {
     memory.take(pointer, RangeKind::kRegistered);
@@ -200,8 +202,8 @@ SIMCUDA_EXPORT cudaError_t cudaHostUnregister(void* pointer) {
   if (cudaError_t error = refuse_during_capture()) return fail(error);
   AddressSpace& memory = runtime().memory;
   std::optional<Range> range = memory.find(pointer);
-  bool registered = range && range->kind == RangeKind::kRegistered &&
-                    range->base == address_of(pointer);
+  bool registered =
+      range && range->kind == RangeKind::kRegistered && range->base == address_of(pointer);
   if (!registered) return fail(cudaErrorHostMemoryNotRegistered);
   synchronize_all_devices();
   if (!memory.take(pointer, RangeKind::kRegistered)) return fail(cudaErrorHostMemoryNotRegistered);

@@ -13,9 +13,22 @@ namespace {
 enum { kSuccess = 0, kInvalidArgument = 2, kNotSupported = 3 };
 
 // A handle is the device's number, moved away from null.
-void* handle_of(unsigned device) { return reinterpret_cast<void*>(uintptr_t{device} + 1); }
+void* handle_of(unsigned device) {
+  return reinterpret_cast<void*>(uintptr_t{device} + 1);
+}
 
-int device_of(void* handle) { return static_cast<int>(reinterpret_cast<uintptr_t>(handle)) - 1; }
+int device_of(void* handle) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(handle)) - 1;
+}
+
+// nvmlGpuFabricInfoV_t, of which torch looks at the state.
+struct FabricInfo {
+  unsigned version;
+  unsigned char cluster_uuid[16];
+  int status;
+  unsigned clique;
+  unsigned char state;
+};
 
 struct Memory {
   unsigned long long total;
@@ -25,11 +38,17 @@ struct Memory {
 
 }  // namespace
 
-SIMCUDA_NVML nvmlInit() { return kSuccess; }
+SIMCUDA_NVML nvmlInit() {
+  return kSuccess;
+}
 
-SIMCUDA_NVML nvmlInit_v2() { return kSuccess; }
+SIMCUDA_NVML nvmlInit_v2() {
+  return kSuccess;
+}
 
-SIMCUDA_NVML nvmlShutdown() { return kSuccess; }
+SIMCUDA_NVML nvmlShutdown() {
+  return kSuccess;
+}
 
 SIMCUDA_NVML nvmlDeviceGetCount_v2(unsigned* count) {
   *count = static_cast<unsigned>(simcuda_driver_num_devices());
@@ -50,9 +69,13 @@ SIMCUDA_NVML nvmlDeviceGetHandleByPciBusId_v2(const char* text, void** handle) {
   return nvmlDeviceGetHandleByIndex_v2(bus - 1, handle);
 }
 
-SIMCUDA_NVML nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return kNotSupported; }
+SIMCUDA_NVML nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) {
+  return kNotSupported;
+}
 
-SIMCUDA_NVML nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return kNotSupported; }
+SIMCUDA_NVML nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) {
+  return kNotSupported;
+}
 
 SIMCUDA_NVML nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
   *count = 0;
@@ -64,7 +87,13 @@ SIMCUDA_NVML nvmlSystemGetCudaDriverVersion_v2(int* version) {
   return kSuccess;
 }
 
-SIMCUDA_NVML nvmlDeviceGetGpuFabricInfoV(void*, void*) { return kNotSupported; }
+SIMCUDA_NVML nvmlDeviceGetGpuFabricInfoV(void*, FabricInfo* info) {
+  constexpr unsigned char kFabricNotSupported = 0;
+  info->status = kSuccess;
+  info->clique = 0;
+  info->state = kFabricNotSupported;
+  return kSuccess;
+}
 
 SIMCUDA_NVML nvmlDeviceGetUUID(void* handle, char* text, unsigned size) {
   snprintf(text, size, "GPU-51c00000-0000-0000-0000-%012x",

@@ -20,18 +20,26 @@ using OperationPtr = std::shared_ptr<Operation>;
 // What really runs; the answer other than cudaSuccess breaks the device.
 using Body = std::function<cudaError_t()>;
 
-enum class OperationKind { kCopy, kMemset, kKernel, kHostFunction, kEventRecord, kEventWait, kEmpty };
+enum class OperationKind {
+  kCopy,
+  kMemset,
+  kKernel,
+  kHostFunction,
+  kEventRecord,
+  kEventWait,
+  kEmpty
+};
 
 struct OperationSpec {
   OperationKind kind = OperationKind::kEmpty;
-  const char* name = "";       // lives as long as the process
-  Engine* engine = nullptr;    // what it occupies; null: nothing, and its duration runs freely
-  int direction = -1;          // of a copy: SIMCUDA_H2D...
+  const char* name = "";     // lives as long as the process
+  Engine* engine = nullptr;  // what it occupies; null: nothing, and its duration runs freely
+  int direction = -1;        // of a copy: SIMCUDA_H2D...
   bool pageable = false;
   uint64_t num_bytes = 0;
   uint64_t duration_ns = 0;
-  uint64_t launch_ns = 0;      // from the enqueue to the earliest start
-  std::shared_ptr<Body> body = nullptr;  // null: nothing really runs
+  uint64_t launch_ns = 0;                  // from the enqueue to the earliest start
+  std::shared_ptr<Body> body = nullptr;    // null: nothing really runs
   std::shared_ptr<Event> event = nullptr;  // of a record or wait that a graph holds
 };
 
@@ -60,8 +68,8 @@ class Operation {
 
   OperationSpec spec;
   const std::shared_ptr<Stream> stream;
-  uint64_t index = 0;     // place in its stream, from 1
-  uint64_t sequence = 0;  // place among all enqueued
+  uint64_t index = 0;                   // place in its stream, from 1
+  uint64_t sequence = 0;                // place among all enqueued
   std::vector<OperationPtr> waits_for;  // of other streams, before it really runs
 
   ModelState model;

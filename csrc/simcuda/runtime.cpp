@@ -37,8 +37,7 @@ Runtime::Runtime()
 }
 
 Engine& Runtime::peer_engine(int source, int destination) {
-  Engine& engine =
-      peer_engines_[static_cast<size_t>(source)][static_cast<size_t>(destination)];
+  Engine& engine = peer_engines_[static_cast<size_t>(source)][static_cast<size_t>(destination)];
   if (!engine.device) {
     engine.device = devices[static_cast<size_t>(destination)].get();
     all_engines_.push_back(&engine);
@@ -55,8 +54,12 @@ Runtime& runtime() {
   return *runtime;
 }
 
-bool runtime_in_use() { return g_in_use; }
+bool runtime_in_use() {
+  return g_in_use;
+}
 
-bool forked_after_use() { return g_forked.load(std::memory_order_relaxed); }
+bool forked_after_use() {
+  return g_forked.load(std::memory_order_relaxed);
+}
 
 }  // namespace simcuda

@@ -25,7 +25,9 @@ __attribute__((weak)) void AnnotateHappensAfter(const char* file, int line, void
 
 namespace simcuda {
 
-inline bool race_checker_present() { return AnnotateIgnoreSyncBegin != nullptr; }
+inline bool race_checker_present() {
+  return AnnotateIgnoreSyncBegin != nullptr;
+}
 
 inline void begin_hiding() {
   AnnotateIgnoreSyncBegin(__FILE__, __LINE__);

@@ -32,18 +32,46 @@ constexpr double kInfinite = std::numeric_limits<double>::infinity();
 // 25 GB/s), pageable ones 10 to 12 GB/s; a launch takes about 5 us to start and a call about 2 us
 // of the host; page-locking fresh memory runs at about 4 GiB/s.
 constexpr CardModel kCards[] = {
-    {"h200", "NVIDIA H200 (simulated)", 9, 0, 132, 50,
-     {67e12, 67e12, 494.7e12, 989.5e12, 1979e12}, 4.8e12,
-     {55e9, 55e9, 2.4e12, 450e9, 12e9, 10e9}, {2000, 5000, 2000, 250000}},
-    {"a100", "NVIDIA A100-SXM4-80GB (simulated)", 8, 0, 108, 40,
-     {19.5e12, 19.5e12, 156e12, 312e12, 312e12}, 2.039e12,
-     {25e9, 25e9, 1.02e12, 300e9, 11e9, 10e9}, {2000, 5000, 2000, 250000}},
-    {"rtx4090", "NVIDIA GeForce RTX 4090 (simulated)", 8, 9, 128, 72,
-     {1.29e12, 82.6e12, 82.6e12, 165.2e12, 330.3e12}, 1.008e12,
-     {25e9, 25e9, 504e9, 22e9, 11e9, 10e9}, {2000, 5000, 2000, 250000}},
-    {"none", "Simulated device", 9, 0, 132, 50,
-     {kInfinite, kInfinite, kInfinite, kInfinite, kInfinite}, kInfinite,
-     {kInfinite, kInfinite, kInfinite, kInfinite, kInfinite, kInfinite}, {0, 0, 0, 0}},
+    {"h200",
+     "NVIDIA H200 (simulated)",
+     9,
+     0,
+     132,
+     50,
+     {67e12, 67e12, 494.7e12, 989.5e12, 1979e12},
+     4.8e12,
+     {55e9, 55e9, 2.4e12, 450e9, 12e9, 10e9},
+     {2000, 5000, 2000, 250000}},
+    {"a100",
+     "NVIDIA A100-SXM4-80GB (simulated)",
+     8,
+     0,
+     108,
+     40,
+     {19.5e12, 19.5e12, 156e12, 312e12, 312e12},
+     2.039e12,
+     {25e9, 25e9, 1.02e12, 300e9, 11e9, 10e9},
+     {2000, 5000, 2000, 250000}},
+    {"rtx4090",
+     "NVIDIA GeForce RTX 4090 (simulated)",
+     8,
+     9,
+     128,
+     72,
+     {1.29e12, 82.6e12, 82.6e12, 165.2e12, 330.3e12},
+     1.008e12,
+     {25e9, 25e9, 504e9, 22e9, 11e9, 10e9},
+     {2000, 5000, 2000, 250000}},
+    {"none",
+     "Simulated device",
+     9,
+     0,
+     132,
+     50,
+     {kInfinite, kInfinite, kInfinite, kInfinite, kInfinite},
+     kInfinite,
+     {kInfinite, kInfinite, kInfinite, kInfinite, kInfinite, kInfinite},
+     {0, 0, 0, 0}},
 };
 
 // EPYC 9654: 96 cores at the all-core boost of 3.55 GHz, two 256-bit FMA pipes (AVX-512 BF16 twice
@@ -58,9 +86,9 @@ struct Unit {
   double factor;
 };
 
-constexpr Unit kSizeUnits[] = {{"", 1},       {"B", 1},      {"kB", 1e3},
-                               {"MB", 1e6},   {"GB", 1e9},   {"TB", 1e12},
-                               {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
+constexpr Unit kSizeUnits[] = {{"", 1},         {"B", 1},       {"kB", 1e3},     {"MB", 1e6},
+                               {"GB", 1e9},     {"TB", 1e12},   {"KiB", 0x1p10}, {"MiB", 0x1p20},
+                               {"GiB", 0x1p30}, {"TiB", 0x1p40}};
 constexpr Unit kTimeUnits[] = {{"ns", 1}, {"us", 1e3}, {"ms", 1e6}, {"s", 1e9}};
 
 template <size_t N>
@@ -238,14 +266,15 @@ void Keys::add_limits() {
                                    uint64_t bytes = settings().pinned_limit_bytes;
                                    return bytes == UINT64_MAX ? "none" : std::to_string(bytes);
                                  }};
-  by_name["peer_access"] = {.expected = "on or off",
-                            .set =
-                                [](std::string_view text) {
-                                  if (text != "on" && text != "off") return false;
-                                  settings().peer_access = text == "on";
-                                  return true;
-                                },
-                            .get = [] { return std::string(settings().peer_access ? "on" : "off"); }};
+  by_name["peer_access"] = {
+      .expected = "on or off",
+      .set =
+          [](std::string_view text) {
+            if (text != "on" && text != "off") return false;
+            settings().peer_access = text == "on";
+            return true;
+          },
+      .get = [] { return std::string(settings().peer_access ? "on" : "off"); }};
   by_name["poison"] = {.expected = "a byte from 0 to 255, or none",
                        .set =
                            [](std::string_view text) {

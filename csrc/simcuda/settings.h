@@ -66,8 +66,8 @@ inline uint64_t time_ns(Time time) {
 uint64_t transfer_ns(double num_bytes, Rate rate);
 
 // Duration of work that is bound by arithmetic or by memory.
-uint64_t roofline_ns(const simcuda_work& work, const std::array<double, SIMCUDA_NUM_PRECISIONS>& flops,
-                     double memory_rate);
+uint64_t roofline_ns(const simcuda_work& work,
+                     const std::array<double, SIMCUDA_NUM_PRECISIONS>& flops, double memory_rate);
 
 // Texts with units. Nothing when the text is not one.
 std::optional<uint64_t> parse_size(std::string_view text);     // 24GiB, 512MiB, 1000000

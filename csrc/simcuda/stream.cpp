@@ -51,7 +51,9 @@ bool Operation::wait_until_run_or_blocked() {
   return true;
 }
 
-bool Operation::has_run() const { return stream->has_run(index); }
+bool Operation::has_run() const {
+  return stream->has_run(index);
+}
 
 // ---- Streams: enqueuing
 
@@ -189,11 +191,21 @@ uint64_t Stream::num_pending(Clock::Lock&) const {
   return num_enqueued_ - num_run_;
 }
 
+// Synchronising the device drops them too, but a program may never do that. A race checker keeps
+// them, as what synchronises the device is ordered after them.
+void Stream::drop_finished_orphans(Clock::Lock& lock) {
+  if (race_checker_present()) return;
+  std::erase_if(device.orphans, [&](const OperationPtr& orphan) {
+    return runtime().clock.is_done(lock, orphan) && orphan->has_run();
+  });
+}
+
 void Stream::close(Clock::Lock& lock) {
   release(lock);
   // The last operation refers to its stream, so that keeping it would keep both for ever.
   if (last) device.orphans.push_back(std::move(last));
   last = nullptr;
+  drop_finished_orphans(lock);
   unresolved_.clear();
   std::lock_guard queue_lock(queue_mutex_);
   closed_ = true;
@@ -217,9 +229,8 @@ bool Stream::has_run(uint64_t index) const {
 
 OperationPtr Stream::next_to_run() {
   std::unique_lock queue_lock(queue_mutex_);
-  work_.wait(queue_lock, [&] {
-    return queue_.empty() ? closed_ : queue_.front()->index <= run_limit_;
-  });
+  work_.wait(queue_lock,
+             [&] { return queue_.empty() ? closed_ : queue_.front()->index <= run_limit_; });
   if (queue_.empty()) return nullptr;
   OperationPtr operation = std::move(queue_.front());
   queue_.pop_front();

@@ -74,6 +74,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void add_default_stream_rules(std::vector<OperationPtr>& dependencies) const;
   void count(const OperationSpec& spec);
   void drop_resolved();
+  void drop_finished_orphans(Clock::Lock& lock);
   void set_run_limit(uint64_t limit);
   static void work(std::shared_ptr<Stream> self);
   OperationPtr next_to_run();

@@ -32,10 +32,13 @@ const char* category_of(OperationKind kind) {
 }
 
 // Processes are devices, from 1 on; 0 is the host.
-int process_of(int device) { return device + 1; }
+int process_of(int device) {
+  return device + 1;
+}
 
 nlohmann::json name_row(const char* what, int process, uint64_t thread, const std::string& name) {
-  return {{"ph", "M"}, {"name", what}, {"pid", process}, {"tid", thread}, {"args", {{"name", name}}}};
+  return {
+      {"ph", "M"}, {"name", what}, {"pid", process}, {"tid", thread}, {"args", {{"name", name}}}};
 }
 
 }  // namespace
@@ -96,8 +99,8 @@ std::string Timeline::write(const char* path) {
       named_process = process;
     }
     std::string row = thread == kWaitRow ? "waits" : "operators";
-    events.push_back(name_row("thread_name", process, thread,
-                              host ? row : "stream " + std::to_string(thread)));
+    events.push_back(
+        name_row("thread_name", process, thread, host ? row : "stream " + std::to_string(thread)));
   }
   std::ofstream file(path);
   file << nlohmann::json{{"traceEvents", events}, {"displayTimeUnit", "ns"}}.dump() << '\n';

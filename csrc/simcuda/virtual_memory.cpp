@@ -58,7 +58,9 @@ VirtualMemory& virtual_memory() {
   return *memory;
 }
 
-bool is_aligned(uint64_t quantity) { return quantity > 0 && quantity % kGranularity == 0; }
+bool is_aligned(uint64_t quantity) {
+  return quantity > 0 && quantity % kGranularity == 0;
+}
 
 int make_file(uint64_t num_bytes) {
   int file = static_cast<int>(syscall(SYS_memfd_create, "simcuda", 1U));
@@ -85,7 +87,9 @@ SIMCUDA_EXPORT int simcuda_driver_enter(const char* entry_point) {
   return EntryPoint::named(entry_point).enter(Cost::kHostCall);
 }
 
-SIMCUDA_EXPORT int simcuda_driver_num_devices(void) { return settings().num_devices; }
+SIMCUDA_EXPORT int simcuda_driver_num_devices(void) {
+  return settings().num_devices;
+}
 
 SIMCUDA_EXPORT uint64_t simcuda_driver_capacity(int device) {
   Hidden hidden;
@@ -105,9 +109,13 @@ SIMCUDA_EXPORT int simcuda_driver_has_context(int device) {
          runtime().devices[static_cast<size_t>(device)]->has_context;
 }
 
-SIMCUDA_EXPORT int simcuda_driver_current_device(void) { return current_ordinal(); }
+SIMCUDA_EXPORT int simcuda_driver_current_device(void) {
+  return current_ordinal();
+}
 
-SIMCUDA_EXPORT uint64_t simcuda_driver_granularity(void) { return kGranularity; }
+SIMCUDA_EXPORT uint64_t simcuda_driver_granularity(void) {
+  return kGranularity;
+}
 
 SIMCUDA_EXPORT int simcuda_driver_reserve(uint64_t* base, uint64_t num_bytes) {
   Hidden hidden;
@@ -193,8 +201,8 @@ SIMCUDA_EXPORT int simcuda_driver_map(uint64_t base, uint64_t num_bytes, uint64_
     return CUDA_ERROR_INVALID_VALUE;
   }
   if (!mappings_in(memory, base, num_bytes).empty()) return CUDA_ERROR_ALREADY_MAPPED;
-  bool mapped = runtime().memory.commit_file(base, num_bytes, physical->file,
-                                             static_cast<int64_t>(offset));
+  bool mapped =
+      runtime().memory.commit_file(base, num_bytes, physical->file, static_cast<int64_t>(offset));
   if (!mapped) return CUDA_ERROR_OUT_OF_MEMORY;
   memory.mappings[base] = {physical, num_bytes};
   return CUDA_SUCCESS;

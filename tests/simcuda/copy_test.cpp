@@ -50,15 +50,15 @@ TEST_F(CopyTest, RowsAreCopiedWithTheirPitches) {
   for (int i = 0; i < 12; ++i) source.get()[i] = static_cast<char>(i);
   DeviceBytes device(100);
   PinnedBytes result(6, 99);
-  EXPECT_CUDA(cudaMemcpy2DAsync(device.get(), 10, source.get(), 4, 2, 3, cudaMemcpyHostToDevice,
-                                nullptr));
+  EXPECT_CUDA(
+      cudaMemcpy2DAsync(device.get(), 10, source.get(), 4, 2, 3, cudaMemcpyHostToDevice, nullptr));
   EXPECT_CUDA(cudaMemcpy2D(result.get(), 2, device.get(), 10, 2, 3, cudaMemcpyDeviceToHost));
   const char expected[6] = {0, 1, 4, 5, 8, 9};
   EXPECT_EQ(memcmp(result.get(), expected, 6), 0);
   EXPECT_EQ(counters().copied_bytes[SIMCUDA_H2D], 6u);
-  EXPECT_EQ(cudaMemcpy2DAsync(device.get(), 1, source.get(), 4, 2, 3, cudaMemcpyHostToDevice,
-                              nullptr),
-            cudaErrorInvalidPitchValue);
+  EXPECT_EQ(
+      cudaMemcpy2DAsync(device.get(), 1, source.get(), 4, 2, 3, cudaMemcpyHostToDevice, nullptr),
+      cudaErrorInvalidPitchValue);
 }
 
 TEST_F(CopyTest, BatchCopiesEach) {
@@ -73,8 +73,8 @@ TEST_F(CopyTest, BatchCopiesEach) {
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
   size_t start = 0;
-  EXPECT_CUDA(cudaMemcpyBatchAsync(destinations, sources, sizes, 2, &attributes, &start, 1,
-                                   stream));
+  EXPECT_CUDA(
+      cudaMemcpyBatchAsync(destinations, sources, sizes, 2, &attributes, &start, 1, stream));
   EXPECT_CUDA(cudaMemcpyAsync(result.get(), device.get(), 4, cudaMemcpyDeviceToHost, stream));
   EXPECT_CUDA(cudaStreamSynchronize(stream));
   EXPECT_EQ(memcmp(result.get(), source.get(), 4), 0);
@@ -95,8 +95,8 @@ TEST_F(CopyTest, SourceOfABatchMayEndWithTheCall) {
   size_t start = 0;
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderDuringApiCall;
-  EXPECT_CUDA(cudaMemcpyBatchAsync(destinations, sources, &size, 1, &attributes, &start, 1,
-                                   stream));
+  EXPECT_CUDA(
+      cudaMemcpyBatchAsync(destinations, sources, &size, 1, &attributes, &start, 1, stream));
   source.get()[0] = 2;
   EXPECT_CUDA(cudaMemcpyAsync(result.get(), device.get(), 1, cudaMemcpyDeviceToHost, stream));
   ASSERT_EQ(simcuda_release(stream), 0);

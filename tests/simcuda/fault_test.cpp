@@ -117,10 +117,12 @@ TEST_F(FaultTest, BadSettingsSayWhatWasExpected) {
     const char* value;
     const char* expected;
   } cases[] = {
-      {"h2d", "fast", "55GB/s"},        {"h2d", "0GB/s", "55GB/s"}, {"h2d", "55", "55GB/s"},
-      {"copy_latency", "10", "10us"},   {"card", "h999", "h200"},   {"poison", "256", "0 to 255"},
-      {"pinned_limit", "-1", "8GiB"},   {"mode", "dry", "first use"}, {"devices", "3", "first use"},
-      {"peer_access", "yes", "on or off"}, {"bandwidth", "1", "known are"},
+      {"h2d", "fast", "55GB/s"},       {"h2d", "0GB/s", "55GB/s"},
+      {"h2d", "55", "55GB/s"},         {"copy_latency", "10", "10us"},
+      {"card", "h999", "h200"},        {"poison", "256", "0 to 255"},
+      {"pinned_limit", "-1", "8GiB"},  {"mode", "dry", "first use"},
+      {"devices", "3", "first use"},   {"peer_access", "yes", "on or off"},
+      {"bandwidth", "1", "known are"},
   };
   for (const auto& bad : cases) {
     EXPECT_EQ(simcuda_set(bad.key, bad.value), -1) << bad.key;

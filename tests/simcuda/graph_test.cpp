@@ -60,14 +60,13 @@ TEST_F(GraphTest, CapturedOperationsRunAtEachLaunch) {
   int num_calls = 0;
   cudaHostFn_t call = [](void* data) { ++*static_cast<int*>(data); };
   begin(stream_);
-  EXPECT_CUDA(cudaMemcpyAsync(device_.get(), source_.get(), kBytes, cudaMemcpyHostToDevice,
-                              stream_));
+  EXPECT_CUDA(
+      cudaMemcpyAsync(device_.get(), source_.get(), kBytes, cudaMemcpyHostToDevice, stream_));
   EXPECT_CUDA(cudaMemsetAsync(device_.get(), 9, 1, stream_));
-  EXPECT_EQ(simcuda_launch(stream_, nullptr, Counted::run, Counted::destroy, &kernel),
-            cudaSuccess);
+  EXPECT_EQ(simcuda_launch(stream_, nullptr, Counted::run, Counted::destroy, &kernel), cudaSuccess);
   EXPECT_CUDA(cudaLaunchHostFunc(stream_, call, &num_calls));
-  EXPECT_CUDA(cudaMemcpyAsync(result_.get(), device_.get(), kBytes, cudaMemcpyDeviceToHost,
-                              stream_));
+  EXPECT_CUDA(
+      cudaMemcpyAsync(result_.get(), device_.get(), kBytes, cudaMemcpyDeviceToHost, stream_));
   cudaGraph_t graph = end(stream_);
   cudaGraphExec_t exec = instantiate(graph);
   EXPECT_CUDA(cudaStreamSynchronize(stream_));
@@ -96,8 +95,8 @@ TEST_F(GraphTest, CapturedOperationsRunAtEachLaunch) {
 TEST_F(GraphTest, NodesHaveTypesAndDependencies) {
   begin(stream_);
   EXPECT_CUDA(cudaMemsetAsync(device_.get(), 1, kBytes, stream_));
-  EXPECT_CUDA(cudaMemcpyAsync(result_.get(), device_.get(), kBytes, cudaMemcpyDeviceToHost,
-                              stream_));
+  EXPECT_CUDA(
+      cudaMemcpyAsync(result_.get(), device_.get(), kBytes, cudaMemcpyDeviceToHost, stream_));
   EXPECT_EQ(simcuda_launch(stream_, nullptr, nullptr, nullptr, nullptr), cudaSuccess);
   cudaGraph_t graph = end(stream_);
   size_t count = 0;
@@ -140,8 +139,8 @@ TEST_F(GraphTest, BranchesForkAndJoinThroughEventsAndOverlapOnTheClock) {
   EXPECT_CUDA(cudaStreamWaitEvent(branch, fork, 0));
   EXPECT_EQ(status_of(branch), cudaStreamCaptureStatusActive);
   EXPECT_CUDA(cudaMemcpyAsync(device_.get(), source_.get(), 500, cudaMemcpyHostToDevice, stream_));
-  EXPECT_CUDA(cudaMemcpyAsync(result_.get(), device_.get() + 500, 500, cudaMemcpyDeviceToHost,
-                              branch));
+  EXPECT_CUDA(
+      cudaMemcpyAsync(result_.get(), device_.get() + 500, 500, cudaMemcpyDeviceToHost, branch));
   EXPECT_CUDA(cudaEventRecord(join, branch));
   EXPECT_CUDA(cudaStreamWaitEvent(stream_, join, 0));
   cudaGraph_t graph = end(stream_);
@@ -172,8 +171,8 @@ TEST_F(GraphTest, LaunchCostsOnceForTheWholeGraph) {
 
 TEST_F(GraphTest, LaunchesFollowTheStream) {
   begin(stream_);
-  EXPECT_CUDA(cudaMemcpyAsync(result_.get(), device_.get(), kBytes, cudaMemcpyDeviceToHost,
-                              stream_));
+  EXPECT_CUDA(
+      cudaMemcpyAsync(result_.get(), device_.get(), kBytes, cudaMemcpyDeviceToHost, stream_));
   cudaGraph_t graph = end(stream_);
   cudaGraphExec_t exec = instantiate(graph);
   Stream other;
@@ -196,8 +195,8 @@ TEST_F(GraphTest, ExternalRecordHappensAtTheLaunch) {
   Event event;
   set("h2d", "1GB/s");
   begin(stream_);
-  EXPECT_CUDA(cudaMemcpyAsync(device_.get(), source_.get(), kBytes, cudaMemcpyHostToDevice,
-                              stream_));
+  EXPECT_CUDA(
+      cudaMemcpyAsync(device_.get(), source_.get(), kBytes, cudaMemcpyHostToDevice, stream_));
   EXPECT_CUDA(cudaEventRecordWithFlags(event, stream_, cudaEventRecordExternal));
   cudaGraph_t graph = end(stream_);
   cudaGraphExec_t exec = instantiate(graph);
@@ -232,8 +231,8 @@ TEST_F(GraphTest, CaptureInfoShowsTheGraphAndItsEnd) {
   EXPECT_EQ(tail[0], marker);
   cudaGraph_t ended = end(stream_);
   EXPECT_EQ(ended, graph);
-  EXPECT_CUDA(cudaStreamGetCaptureInfo(stream_, &status, nullptr, nullptr, nullptr, nullptr,
-                                       nullptr));
+  EXPECT_CUDA(
+      cudaStreamGetCaptureInfo(stream_, &status, nullptr, nullptr, nullptr, nullptr, nullptr));
   EXPECT_EQ(status, cudaStreamCaptureStatusNone);
   EXPECT_CUDA(cudaGraphDestroy(ended));
 }
@@ -369,8 +368,8 @@ TEST_F(GraphTest, CaptureIntoAGraphAddsToIt) {
 TEST_F(GraphTest, UserObjectLivesAsLongAsAGraphHasIt) {
   Counted object;
   cudaUserObject_t handle;
-  EXPECT_CUDA(cudaUserObjectCreate(&handle, &object, Counted::destroy, 1,
-                                   cudaUserObjectNoDestructorSync));
+  EXPECT_CUDA(
+      cudaUserObjectCreate(&handle, &object, Counted::destroy, 1, cudaUserObjectNoDestructorSync));
   begin(stream_);
   EXPECT_CUDA(cudaMemsetAsync(device_.get(), 4, 1, stream_));
   cudaGraph_t graph = end(stream_);

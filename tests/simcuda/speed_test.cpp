@@ -29,13 +29,13 @@ TEST_F(SpeedTest, EnqueueOfACopyTakesFarLessThanTheCopy) {
   std::vector<char> other(kBytes, 2);
   Stream stream;
   double enqueue = best_microseconds(10, [&] {
-    EXPECT_CUDA(cudaMemcpyAsync(device.get(), source.get(), kBytes, cudaMemcpyHostToDevice,
-                                stream));
+    EXPECT_CUDA(
+        cudaMemcpyAsync(device.get(), source.get(), kBytes, cudaMemcpyHostToDevice, stream));
   });
   EXPECT_CUDA(cudaStreamSynchronize(stream));
   double copy = best_microseconds(10, [&] {
-    EXPECT_CUDA(cudaMemcpyAsync(device.get(), source.get(), kBytes, cudaMemcpyHostToDevice,
-                                stream));
+    EXPECT_CUDA(
+        cudaMemcpyAsync(device.get(), source.get(), kBytes, cudaMemcpyHostToDevice, stream));
     EXPECT_CUDA(cudaStreamSynchronize(stream));
   });
   double plain = best_microseconds(10, [&] { memcpy(other.data(), source.get(), kBytes); });

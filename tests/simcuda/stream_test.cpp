@@ -100,6 +100,24 @@ TEST_F(StreamTest, WaitTakesTheRecordThatWasCurrentAtTheCall) {
   ASSERT_EQ(simcuda_release(first), 0);
 }
 
+TEST_F(StreamTest, WaitForAnEventOrdersTheBytes) {
+  Stream first;
+  Stream second;
+  Event event;
+  DeviceBytes device(100);
+  PinnedBytes result(100, 7);
+  ASSERT_EQ(simcuda_hold(first), 0);
+  EXPECT_CUDA(cudaMemsetAsync(device.get(), 3, 100, first));
+  EXPECT_CUDA(cudaEventRecord(event, first));
+  EXPECT_CUDA(cudaStreamWaitEvent(second, event, 0));
+  EXPECT_CUDA(cudaMemcpyAsync(result.get(), device.get(), 100, cudaMemcpyDeviceToHost, second));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(peek(result.get()), 7);
+  ASSERT_EQ(simcuda_release(first), 0);
+  EXPECT_CUDA(cudaStreamSynchronize(second));
+  EXPECT_EQ(result.get()[99], 3);
+}
+
 TEST_F(StreamTest, EventThatWasNeverRecordedIsComplete) {
   Stream stream;
   Event event;

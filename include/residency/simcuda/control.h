@@ -40,11 +40,12 @@ SIMCUDA_API const char* simcuda_message(void);
  *   card          modelled card: h200 | a100 | rtx4090 | none (h200). `none` gives every operation
  *                 a duration of 0
  *   host          modelled host for operators on CPU tensors: epyc9654 | none (epyc9654)
- *   h2d d2h d2d peer           bandwidth of copies, a rate: 55GB/s, 900MB/s
+ *   h2d d2h d2d peer           bandwidth of copies, a rate: 55GB/s, 900MB/s, or none (bytes take no time)
  *   pageable_h2d pageable_d2h  bandwidth of copies from and to pageable memory
  *   copy_latency  duration of a copy besides its bytes, a time: 10us, 1.5ms, 0
  *   launch        time from the enqueue of a kernel to its earliest start
- *   host_call     what each runtime call costs the host
+ *   host_call     what each runtime call costs the host; calls that only read the state of the thread
+ *                 or of a handle (cudaGetDevice, cudaGetLastError) cost nothing
  *   page_lock     what page-locking costs the host for each MiB
  *   pinned_limit  bytes that may be page-locked, a size, or none (none)
  *   peer_access   on | off (on)
@@ -100,7 +101,9 @@ SIMCUDA_API uint64_t simcuda_now(void);
 /* When everything enqueued so far will be done on a device (-1: all). Held streams count as idle. */
 SIMCUDA_API uint64_t simcuda_device_end(int device);
 /* 1 while one host thread at a time has enqueued (hand-overs count as one), so that figures repeat
- * exactly; 0 once two did at once. */
+ * exactly; 0 once two did at once, or a query was answered while a host function was still running
+ * that the clock takes for done. Where the kernel has no /proc/self/task/<id>/syscall, two Python
+ * threads that take turns by the interpreter lock are not told from a hand-over. */
 SIMCUDA_API int simcuda_deterministic(void);
 /* Records every operation with its start and end from now on (1) or not (0). */
 SIMCUDA_API void simcuda_record_timeline(int on);
@@ -139,7 +142,7 @@ typedef struct simcuda_work {
 
 /* Enqueues a kernel: `run(data)` on the stream's worker when its turn comes (not called in dry mode),
  * then `destroy(data)`, which is always called, once. `run` returns 0, or a cudaError_t that breaks
- * the device. Returns a cudaError_t; destroy has been called when it is not cudaSuccess. During a
+ * the device. It counts, and fails when injected, as a call of "cudaLaunchKernel". Returns a cudaError_t; destroy has been called when it is not cudaSuccess. During a
  * capture the kernel becomes a node, and destroy is called with the last graph that has it. */
 SIMCUDA_API int simcuda_launch(void* stream, const simcuda_work* work, int (*run)(void*), void (*destroy)(void*),
                                void* data);
