@@ -111,30 +111,43 @@ void stamp_chunk(const FileTransfer& transfer, const std::vector<iovec>& pieces)
   }
 }
 
+// What is short now may be there a little later; asking again at once only keeps a core busy.
+void wait_if_short(int error_number) {
+  if (error_number != EINTR) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void transfer_blocking(const FileTransfer& transfer, SystemCalls& calls, std::vector<iovec> left,
+                       off_t at) {
+  while (!left.empty()) {
+    const int num_pieces = static_cast<int>(left.size());
+    const ssize_t result = transfer.direction == FileTransfer::Direction::kRead
+                               ? calls.preadv(transfer.file, left.data(), num_pieces, at)
+                               : calls.pwritev(transfer.file, left.data(), num_pieces, at);
+    if (result < 0) {
+      const int error_number = static_cast<int>(-result);
+      if (!is_transient(error_number)) {
+        throw_failure(transfer, error_number);
+      }
+      throw_if_abandoned(transfer);
+      wait_if_short(error_number);
+      continue;
+    }
+    if (result == 0) {
+      throw_end_of_file(transfer, at);
+    }
+    at += result;
+    advance(left, static_cast<std::size_t>(result));
+  }
+}
+
 void run_blocking(const FileTransfer& transfer, SystemCalls& calls) {
   Chunker chunker(transfer.pieces, transfer.at);
   Chunk chunk;
   while (chunker.next(chunk)) {
     throw_if_abandoned(transfer);
-    std::vector<iovec> left = chunk.pieces;
-    off_t at = chunk.at;
-    while (!left.empty()) {
-      const int num_pieces = static_cast<int>(left.size());
-      const ssize_t result = transfer.direction == FileTransfer::Direction::kRead
-                                 ? calls.preadv(transfer.file, left.data(), num_pieces, at)
-                                 : calls.pwritev(transfer.file, left.data(), num_pieces, at);
-      if (result < 0) {
-        if (is_transient(static_cast<int>(-result))) {
-          continue;
-        }
-        throw_failure(transfer, static_cast<int>(-result));
-      }
-      if (result == 0) {
-        throw_end_of_file(transfer, at);
-      }
-      at += result;
-      advance(left, static_cast<std::size_t>(result));
-    }
+    transfer_blocking(transfer, calls, chunk.pieces, chunk.at);
     stamp_chunk(transfer, chunk.pieces);
   }
 }
@@ -146,7 +159,7 @@ void run_blocking(const FileTransfer& transfer, SystemCalls& calls) {
 struct FileIo::Ring {
   io_uring ring{};
   const int status = io_uring_queue_init(kNumInFlight, &ring, 0);
-  bool broken = false;
+  bool broken = false;  // to be made anew before the next transfer
 
   Ring() = default;
   Ring(const Ring&) = delete;
@@ -174,6 +187,7 @@ struct FileIo::Ring {
     const bool reads = transfer.direction == FileTransfer::Direction::kRead;
     unsigned num_in_flight = 0;
     bool exhausted = false;
+    bool blocking = false;  // the ring takes nothing any more
     std::exception_ptr failure;
 
     const auto queue = [&](Slot& slot) {
@@ -195,15 +209,44 @@ struct FileIo::Ring {
       slot.in_flight = true;
       ++num_in_flight;
     };
-    const auto submit = [&] {
-      while (io_uring_sq_ready(&ring) != 0) {
-        const int result = io_uring_submit(&ring);
-        if (result < 0 && !is_transient(-result) && result != -EBUSY) {
-          // What was queued has not been taken and never will be: this ring is given up.
-          num_in_flight -= io_uring_sq_ready(&ring);
-          broken = true;
-          throw_failure(transfer, -result);
+    // Carries out without the ring what waits in its queue, and nothing is in flight.
+    const auto block = [&] {
+      broken = true;
+      blocking = true;
+      num_in_flight = 0;
+      for (Slot& slot : slots) {
+        if (std::exchange(slot.in_flight, false) && failure == nullptr) {
+          try {
+            transfer_blocking(transfer, calls, slot.left, slot.at);
+            slot.complete = true;
+          } catch (...) {
+            failure = std::current_exception();
+          }
         }
+      }
+    };
+    const auto submit = [&] {
+      while (!blocking && io_uring_sq_ready(&ring) != 0) {
+        int result = calls.ring_submit();
+        if (result == 0) {
+          result = io_uring_submit(&ring);
+        }
+        if (result > 0 || result == -EINTR) {
+          continue;
+        }
+        if (result == 0 || result == -EAGAIN || result == -EBUSY) {
+          // Short of memory, or of room for completions: the next completion makes some. With none
+          // to come the kernel is not asked again and again.
+          if (num_in_flight == io_uring_sq_ready(&ring)) {
+            block();
+          }
+          return;
+        }
+        // What was queued has not been taken and never will be: this ring is given up.
+        num_in_flight -= io_uring_sq_ready(&ring);
+        broken = true;
+        blocking = true;
+        throw_failure(transfer, -result);
       }
     };
     const auto fail = [&](std::exception_ptr error) {
@@ -229,6 +272,11 @@ struct FileIo::Ring {
               slot.at = slot.chunk.at;
               slot.complete = false;
               order.push_back(&slot);
+              if (blocking) {
+                transfer_blocking(transfer, calls, slot.left, slot.at);
+                slot.complete = true;
+                break;  // to stamp it while it is in the caches
+              }
               queue(slot);
               queued = true;
             }
@@ -268,8 +316,8 @@ struct FileIo::Ring {
         if (!is_transient(-waited)) {
           fail(std::make_exception_ptr(StorageError(*transfer.path, -waited, "wait for io_uring")));
           broken = true;
-          std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
+        wait_if_short(-waited);
         continue;
       }
       Slot& slot = *static_cast<Slot*>(io_uring_cqe_get_data(done));
@@ -290,10 +338,17 @@ struct FileIo::Ring {
         }
         if (slot.left.empty()) {
           slot.complete = true;
+        } else if (failure == nullptr && (blocking || result == -EAGAIN)) {
+          transfer_blocking(transfer, calls, slot.left, slot.at);
+          slot.complete = true;
         } else if (failure == nullptr) {
           queue(slot);
-          submit();
         }
+      } catch (...) {
+        fail(std::current_exception());
+      }
+      try {
+        submit();  // also what the kernel did not take before
       } catch (...) {
         fail(std::current_exception());
       }
@@ -342,14 +397,18 @@ void FileIo::run(const FileTransfer& transfer, SystemCalls& calls, bool allow_ri
     run_blocking(transfer, calls);
     return;
   }
-  try {
-    ring_->run(transfer, calls);
-  } catch (...) {
+  const auto give_up_broken = [this] {
     if (ring_->broken) {
       ring_.reset();
     }
+  };
+  try {
+    ring_->run(transfer, calls);
+  } catch (...) {
+    give_up_broken();
     throw;
   }
+  give_up_broken();
 }
 
 }  // namespace residency

@@ -259,6 +259,61 @@ TEST_P(DiskTierTest, LargeValueInManyChunksWithShortTransfersAndInterrupts) {
   EXPECT_TRUE(take(*manager, handle)["x"].equal(before));
 }
 
+TEST_P(DiskTierTest, RingThatTakesNothingForNowIsAskedAgainAfterACompletionOrDoneWithout) {
+  if (GetParam() == FileEngine::kBlocking || !io_uring_is_usable()) {
+    GTEST_SKIP() << "io_uring is not used here";
+  }
+  const auto manager = make_manager();
+  const at::Tensor before = at::arange(5'000'001, at::kInt);  // twenty chunks
+  const Handle handle = adopt(*manager, TensorResident({{"x", before.clone()}}));
+  for (const int every : {1, 2, 3}) {
+    calls_->submissions_refused = every;
+    calls_->num_submissions = 0;
+    manager->move(handle, kDisk).wait();
+    manager->move(handle, kHost).wait();
+    EXPECT_LT(calls_->num_submissions, 100) << "it is not asked without a pause";
+    EXPECT_GT(calls_->num_submissions, 1);
+  }
+  calls_->submissions_refused = 0;
+  for (const int shortage : {EAGAIN, EBUSY}) {
+    const std::uint64_t num_calls = calls_->num_calls();
+    calls_->fail_all("ring_submit", shortage);
+    manager->move(handle, kDisk).wait();
+    manager->move(handle, kHost).wait();
+    EXPECT_LT(calls_->num_calls(), num_calls + 100);
+  }
+  calls_->fail_all("ring_submit", ENOMEM);
+  EXPECT_THROW(manager->move(handle, kDisk).wait(), TransferError);
+  calls_->fail_all("", 0);
+  manager->move(handle, kDisk).wait();
+  manager->move(handle, kHost).wait();
+  EXPECT_TRUE(take(*manager, handle)["x"].equal(before));
+}
+
+TEST_P(DiskTierTest, FailureWhileTheRingTakesNothingForNowEndsTheTransfer) {
+  if (GetParam() == FileEngine::kBlocking || !io_uring_is_usable()) {
+    GTEST_SKIP() << "io_uring is not used here";
+  }
+  const auto manager = make_manager();
+  const at::Tensor before = at::arange(5'000'001, at::kInt);
+  const Handle handle = adopt(*manager, TensorResident({{"x", before.clone()}}));
+  calls_->short_bytes = 300'000;  // so that there is something to submit after each completion
+  calls_->submissions_refused = 2;
+  for (std::uint64_t nth = 1; nth < 40; ++nth) {
+    calls_->fail_nth(nth, EIO);
+    try {
+      manager->move(handle, kDisk).wait();
+      calls_->fail_nth(0, 0);
+      manager->move(handle, kHost).wait();
+    } catch (const StorageError&) {
+    } catch (const TransferError&) {
+    }
+    calls_->fail_nth(0, 0);
+    manager->move(handle, kHost).wait();
+  }
+  EXPECT_TRUE(take(*manager, handle)["x"].equal(before));
+}
+
 TEST_P(DiskTierTest, ManyWorkItemsAreDoneInTheOrderOfTheRequests) {
   const auto manager = make_manager();
   std::vector<Handle> handles;

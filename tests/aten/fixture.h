@@ -83,6 +83,10 @@ class FaultySystemCalls final : public SystemCalls {
   /// Every other call that may be interrupted is.
   std::atomic<bool> interrupts{false};
 
+  /// Every n-th submission to io_uring is refused for now; 0 refuses none.
+  std::atomic<int> submissions_refused{0};
+  std::atomic<int> num_submissions{0};
+
   [[nodiscard]] std::uint64_t num_calls() const noexcept { return num_calls_; }
   [[nodiscard]] bool injected() const noexcept { return injected_; }
 
@@ -155,6 +159,14 @@ class FaultySystemCalls final : public SystemCalls {
     const int fault = next("fsync", true);
     return fault != 0 ? fault : SystemCalls::fsync(file);
   }
+  int ring_submit() override {
+    const int fault = next("ring_submit");
+    if (fault != 0) {
+      return fault;
+    }
+    const int refusals = submissions_refused;
+    return refusals != 0 && ++num_submissions % refusals == 0 ? -EBUSY : 0;
+  }
   int ring_result(int result) override {
     const int fault = next("ring_result", true);
     if (fault != 0) {
@@ -166,7 +178,7 @@ class FaultySystemCalls final : public SystemCalls {
  private:
   int next(std::string_view name, bool interruptible = false) {
     const std::uint64_t call = ++num_calls_;
-    if (interrupts && interruptible && call % 2 == 0) {
+    if (interrupts && interruptible && ++num_interruptible_ % 2 == 0) {
       return -EINTR;
     }
     if (call == nth_ || name == name_) {
@@ -181,6 +193,7 @@ class FaultySystemCalls final : public SystemCalls {
   }
 
   std::atomic<std::uint64_t> num_calls_{0};
+  std::atomic<std::uint64_t> num_interruptible_{0};
   std::atomic<std::uint64_t> nth_{0};
   std::atomic<int> error_number_{EIO};
   std::atomic<bool> injected_{false};

@@ -40,6 +40,9 @@ class RESIDENCY_API SystemCalls {
   [[nodiscard]] virtual ssize_t preadv(int file, const iovec* pieces, int num_pieces, off_t at);
   [[nodiscard]] virtual ssize_t pwritev(int file, const iovec* pieces, int num_pieces, off_t at);
   [[nodiscard]] virtual int fsync(int file);
+  /// Asked before requests are given to io_uring: 0, or the `-errno` with which a test has the
+  /// kernel refuse them.
+  [[nodiscard]] virtual int ring_submit();
   /// The result of one io_uring read or write, as the kernel gave it (bytes or `-errno`); a test
   /// returns something else in its place.
   [[nodiscard]] virtual int ring_result(int result);
