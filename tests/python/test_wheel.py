@@ -49,6 +49,28 @@ def test_libraries_need_neither_python_nor_packages_of_the_build_machine(site_pa
     assert sys.prefix not in dynamic
 
 
+def test_the_simulated_runtime_is_where_no_loader_looks(site_packages):
+    package = site_packages / "torch_residency"
+    names = {file.name for file in (package / "_sim").iterdir()}
+    assert names == {
+        "libcudart.so.13",
+        "libcuda.so.1",
+        "libnvidia-ml.so.1",
+        "libresidency_simcuda_operators.so",
+    }
+    for library in (package / "lib").glob("*.so"):
+        dynamic = subprocess.run(
+            ["readelf", "-d", library], check=True, text=True, capture_output=True
+        ).stdout
+        assert "_sim" not in dynamic
+
+
+def test_torch_does_not_hear_of_the_simulated_card_unless_asked(site_packages):
+    found = importlib.metadata.distributions(path=[str(site_packages)])
+    groups = {entry.group for distribution in found for entry in distribution.entry_points}
+    assert "torch.backends" not in groups
+
+
 def test_an_isolated_build_stops_with_the_remedy(tmp_path):
     build = python("-m", "pip", "wheel", "--no-deps", "-w", tmp_path, ROOT, check=False)
     assert build.returncode != 0

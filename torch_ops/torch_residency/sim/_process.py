@@ -16,29 +16,37 @@ from torch_residency.sim._watch import Watch
 REPORTS_VARIABLE = "RESIDENCY_SIM_REPORTS"
 _SETTING_PREFIX = "SIMCUDA_"
 
+_METADATA = "Metadata-Version: 2.1\nName: torch-residency-sim\nVersion: 0\n"
+_ENTRY_POINTS = f"[torch.backends]\ntorch_residency_sim = {__name__}:start\n"
+
 
 def give_to_children(settings: dict[str, str]) -> Path:
     """Set the environment that child processes are started with.
 
-    The libraries are preloaded there, and torch is told to call :func:`start` when it is imported.
+    The libraries are preloaded there, and torch calls :func:`start` when it is imported. It finds
+    that entry point in a folder of this run's only: torch elsewhere hears nothing of it.
 
     Returns:
-        The folder that children write their reports in. The caller removes it.
+        That folder, in which children write their reports. The caller removes it.
     """
     folder = _library.libraries()
     preload = [str(folder / name) for name in _library.RUNTIME_LIBRARIES]
     _prepend("LD_PRELOAD", preload)
     package = Path(__file__).resolve().parents[2]
-    paths = [str(Path(__file__).resolve().parent / "children")]
-    sys.path.append(paths[0])  # multiprocessing's "spawn" gives its children this list
+    own = Path(tempfile.mkdtemp(prefix="residency-sim-"))
+    distribution = own / "torch_residency_sim.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text(_METADATA)
+    (distribution / "entry_points.txt").write_text(_ENTRY_POINTS)
+    paths = [str(own)]
+    sys.path.append(str(own))  # multiprocessing's "spawn" gives its children this list
     if package not in (Path(sysconfig.get_path(key)) for key in ("purelib", "platlib")):
         paths.append(str(package))
     _prepend("PYTHONPATH", paths)
     for key, value in settings.items():
         os.environ[_SETTING_PREFIX + key.upper()] = value
-    reports = Path(tempfile.mkdtemp(prefix="residency-sim-"))
-    os.environ[REPORTS_VARIABLE] = str(reports)
-    return reports
+    os.environ[REPORTS_VARIABLE] = str(own)
+    return own
 
 
 def start() -> None:
