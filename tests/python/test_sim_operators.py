@@ -73,6 +73,13 @@ OPERATORS = {
     "strided_copy": lambda t, x, y: x.t().contiguous(),
     "overlapping_view": lambda t, x, y: x.as_strided((3, 4), (2, 1)).sum(1),
     "expand": lambda t, x, y: x[:, :1].expand(6, 5) + 1,
+    "eye": lambda t, x, y: t.eye(3, 4, device=x.device),
+    "abs": lambda t, x, y: t.complex(x, y).abs(),
+    "safe_softmax": lambda t, x, y: t._safe_softmax(x, 1),
+    "rms_norm": lambda t, x, y: t.nn.functional.rms_norm(x, (8,), y[0]),
+    "std": lambda t, x, y: x.t().std(0, keepdim=True),
+    "where_broadcast": lambda t, x, y: t.where(x.t() > 0, x[:, 0].double(), y[:1, :6].half()),
+    "roll": lambda t, x, y: x.t().roll(2, 0),
     "tril": lambda t, x, y: x.tril(),
     "foreach": lambda t, x, y: t.stack(t._foreach_mul([x, y], 3.0)),
     # Their results are as many as the data say.
@@ -216,11 +223,11 @@ def test_results_of_known_size_do_not(torch, sim):
 def test_a_weight_left_on_the_host_is_refused(torch):
     x, weight = torch.ones(2, 3, device="cuda"), torch.ones(4, 3)
     functional = torch.nn.functional
-    with pytest.raises(
-        RuntimeError,
-        match=r"Expected all tensors to be on the same device, but got mat2 is on cpu, "
-        r"different from other tensors on cuda:0 \(when checking argument in method wrapper_CUDA_mm\)",
-    ):
+    message = (
+        r"Expected all tensors to be on the same device, but got mat2 is on cpu, different from "
+        r"other tensors on cuda:0 \(when checking argument in method wrapper_CUDA_mm\)"
+    )
+    with pytest.raises(RuntimeError, match=message):
         functional.linear(x, weight)
     with pytest.raises(RuntimeError, match="wrapper_CUDA_addmm"):
         functional.linear(x, weight, torch.ones(4, device="cuda"))
@@ -463,6 +470,47 @@ def test_a_gradient_scaler_skips_the_step_that_overflows(torch):
         optimizer.zero_grad()
         same_bits(parameter.detach(), torch.full((2,), expected))
     assert scaler.get_scale() == 2.0
+
+
+def test_gradients_are_those_of_the_cpu(torch):
+    functional = torch.nn.functional
+    functions = (
+        functional.logsigmoid,
+        lambda x: functional.layer_norm(x, (8,), x[0], x[1]),
+        lambda x: functional.group_norm(x, 2, x[0], x[1]),
+        lambda x: functional.batch_norm(x, None, None, x[0], x[1], training=True),
+        lambda x: functional.batch_norm(x, x[2].detach(), x[3].exp().detach(), x[0], x[1]),
+        lambda x: functional.embedding_bag(torch.tensor([[1, 2]], device=x.device), x, mode="max"),
+        lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+    )
+    torch.manual_seed(0)
+    values = torch.randn(6, 8)
+    for number, function in enumerate(functions):
+        gradients = []
+        for device in ("cpu", "cuda"):
+            x = values.clone().to(device).requires_grad_()
+            function(x).square().sum().backward()
+            gradients.append(x.grad.cpu())
+        assert torch.allclose(*gradients, atol=1e-5), number
+
+
+def test_a_program_does_not_import_the_compiler(sim_process):
+    """torch._dynamo takes seconds, and PyTorch imports it when a Python meta kernel first runs."""
+    run = sim_process.run_code("""
+        import sys, torch
+
+        nn = torch.nn
+        model = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LayerNorm(144),
+            nn.Dropout(0.5), nn.Linear(144, 10), nn.GELU(),
+        ).cuda()
+        loss = nn.functional.cross_entropy(
+            model(torch.randn(2, 1, 8, 8, device="cuda")), torch.tensor([1, 2], device="cuda")
+        )
+        loss.backward()
+        print(loss, "torch._dynamo" in sys.modules)
+    """)
+    assert run.output.rstrip().endswith("False"), run.output + run.errors
 
 
 # ---- Graphs

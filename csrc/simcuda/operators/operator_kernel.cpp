@@ -131,10 +131,12 @@ void infer_results(const OperatorTraits& traits, const c10::OperatorHandle& op,
     }
   }
   constexpr c10::DispatchKeySet kMetaKey(c10::DispatchKey::Meta);
-  if (traits.substitute != nullptr) {
+  if (traits.keeps_shape) {
+    torch::jit::drop(stack, arguments.size() - 1);
+  } else if (traits.shape_inference != nullptr) {
+    traits.shape_inference->callBoxed(op, kMetaKey, &stack);
+  } else if (traits.substitute != nullptr) {
     traits.substitute->callBoxed(op, kMetaKey, &stack);
-  } else if (traits.structured_meta != nullptr) {
-    traits.structured_meta->callBoxed(op, kMetaKey, &stack);
   } else {
     op.redispatchBoxed(kMetaKey, &stack);
   }

@@ -1,5 +1,6 @@
 #include "csrc/simcuda/operators/operator_traits.h"
 
+#include <algorithm>
 #include <array>
 #include <string_view>
 #include <unordered_map>
@@ -7,7 +8,7 @@
 
 #include <ATen/core/enum_tag.h>
 
-#include "csrc/simcuda/operators/structured_meta.h"
+#include "csrc/simcuda/operators/shape_inference.h"
 #include "csrc/simcuda/operators/substitutes.h"
 
 namespace residency::simcuda {
@@ -128,7 +129,7 @@ OperatorTraits::OperatorTraits(const c10::OperatorHandle& op)
   check = facts.check;
   wrapper_name = wrapper_name_of(schema, facts.structured);
   substitute = find_substitute(name);
-  structured_meta = find_structured_meta(plain);
+  shape_inference = find_shape_inference(plain);
   cost = find_cost_formula(plain);
   is_foreach = plain.starts_with("_foreach_");
   takes_host_scalars = plain.starts_with("where") || plain.starts_with("_fused_");
@@ -163,6 +164,13 @@ OperatorTraits::OperatorTraits(const c10::OperatorHandle& op)
     functional = functional && !traits.is_list && !traits.argument;
     returns.push_back(traits);
   }
+  const auto num_tensors =
+      std::count_if(arguments.begin(), arguments.end(), [](const ArgumentTraits& argument) {
+        return argument.kind != ArgumentKind::kOther && argument.kind != ArgumentKind::kNumber &&
+               argument.kind != ArgumentKind::kGenerator;
+      });
+  keeps_shape = num_tensors == 1 && returns.size() == 1 && returns[0].argument == size_t{0} &&
+                arguments[0].kind == ArgumentKind::kTensor && !arguments[0].is_out;
   if (functional && substitute == nullptr) {
     out_variant = find_out_variant(schema);
   }

@@ -35,6 +35,8 @@ struct OperatorTraits {
   DeviceCheck check = DeviceCheck::kSame;
   std::string wrapper_name;  ///< of PyTorch's generated wrapper, for its message
 
+  /// In-place on its only tensor: there is no shape to infer or check.
+  bool keeps_shape = false;
   bool is_foreach = false;
   bool draws_random = false;
   bool takes_host_scalars = false;  ///< any number of them, where one is the rule
@@ -48,7 +50,7 @@ struct OperatorTraits {
   /// What runs in place of a CPU kernel that does not exist; made of CPU operators.
   const c10::KernelFunction* substitute = nullptr;
   /// Infers the results' shapes in place of the dispatcher's meta kernel.
-  const c10::KernelFunction* structured_meta = nullptr;
+  const c10::KernelFunction* shape_inference = nullptr;
   CostFormula cost;
 };
 
