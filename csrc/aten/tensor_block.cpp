@@ -123,7 +123,11 @@ TensorBlock::TensorBlock(Key, std::shared_ptr<const TensorLayout> layout, Locati
   storages_.resize(layout_->storages().size());
 }
 
-TensorBlock::~TensorBlock() = default;
+TensorBlock::~TensorBlock() {
+  if (kept_view_ != nullptr) {
+    TensorView::destroy(kept_view_);
+  }
+}
 
 std::shared_ptr<TensorBlock> TensorBlock::adopt(const TensorResident& value) {
   const BelowPython below;
@@ -391,25 +395,81 @@ void TensorBlock::count_overwrite() {
   accept_contents(false);
 }
 
-TensorView::TensorView(std::shared_ptr<TensorBlock> block)
-    : block_(std::move(block)), tensors_(block_->layout_, {}, block_->location_) {
-  const BelowPython below;
-  block_->num_views_.fetch_add(1, std::memory_order_acq_rel);
+std::unique_ptr<View> TensorBlock::open_view() {
+  if (kept_view_busy_.test_and_set(std::memory_order_acquire)) {
+    return std::unique_ptr<View>(TensorView::make(*this));
+  }
   try {
-    const auto& layouts = block_->layout_->fields();
-    tensors_.tensors_.reserve(layouts.size());
-    for (std::size_t i = 0; i < layouts.size(); ++i) {
-      tensors_.tensors_.push_back(shallow_copy(block_->tensors_[i], layouts[i].requires_grad));
+    if (kept_view_ == nullptr) {
+      kept_view_ = TensorView::make(*this);
+      kept_view_->is_kept_ = true;
+    } else {
+      kept_view_->fill();
     }
   } catch (...) {
-    block_->num_views_.fetch_sub(1, std::memory_order_acq_rel);
+    kept_view_busy_.clear(std::memory_order_release);
+    throw;
+  }
+  return std::unique_ptr<View>(kept_view_);
+}
+
+TensorView::TensorView(TensorBlock& block)
+    : block_(block), tensors_(block.layout_, {}, block.location_) {
+  fill();
+}
+
+TensorView::~TensorView() {
+  if (is_filled_) {
+    clear();
+  }
+}
+
+void TensorView::fill() {
+  const BelowPython below;
+  block_.num_views_.fetch_add(1, std::memory_order_acq_rel);
+  is_filled_ = true;
+  try {
+    const auto& layouts = block_.layout_->fields();
+    tensors_.tensors_.reserve(layouts.size());
+    for (std::size_t i = 0; i < layouts.size(); ++i) {
+      tensors_.tensors_.push_back(shallow_copy(block_.tensors_[i], layouts[i].requires_grad));
+    }
+  } catch (...) {
+    clear();
     throw;
   }
 }
 
-TensorView::~TensorView() {
+void TensorView::clear() noexcept {
+  is_filled_ = false;
   tensors_.tensors_.clear();
-  block_->num_views_.fetch_sub(1, std::memory_order_acq_rel);
+  block_.num_views_.fetch_sub(1, std::memory_order_acq_rel);
+}
+
+// Not `new TensorView`: were the constructor to throw, it would look for a plain operator delete.
+TensorView* TensorView::make(TensorBlock& block) {
+  void* const memory = ::operator new(sizeof(TensorView));
+  try {
+    return ::new (memory) TensorView(block);
+  } catch (...) {
+    ::operator delete(memory);
+    throw;
+  }
+}
+
+void TensorView::destroy(TensorView* view) noexcept {
+  view->~TensorView();
+  ::operator delete(view);
+}
+
+void TensorView::operator delete(TensorView* view, std::destroying_delete_t) noexcept {
+  if (view->is_kept_) {
+    std::atomic_flag& busy = view->block_.kept_view_busy_;
+    view->clear();
+    busy.clear(std::memory_order_release);
+  } else {
+    destroy(view);
+  }
 }
 
 }  // namespace residency

@@ -440,7 +440,7 @@ std::optional<std::string> TorchBackend::end_access(Block& block, Access access,
 }
 
 std::unique_ptr<View> TorchBackend::open_view(Block& block) {
-  return std::make_unique<TensorView>(accessible(block).shared_from_this());
+  return accessible(block).open_view();
 }
 
 bool io_uring_is_usable() noexcept {

@@ -189,11 +189,35 @@ TEST(TensorBlock, WeakReferencesAndOpenViewsDoNotShare) {
   EXPECT_FALSE(block->is_shared());
   EXPECT_EQ(block->watch_escape(), nullptr);
   {
-    const TensorView view(block);
+    const TensorView view(*block);
     EXPECT_FALSE(block->is_shared());
     const at::Tensor alias = view.tensors()[0].view({4, 4});
     EXPECT_TRUE(block->is_shared());
   }
+  EXPECT_FALSE(block->is_shared());
+}
+
+TEST(TensorBlock, EachViewShowsTensorsOfItsOwn) {
+  const auto block = TensorBlock::adopt(TensorResident({{"x", at::ones({4, 4})}}));
+  const auto tensor_of = [](const View& view) {
+    return dynamic_cast<const TensorView&>(view).tensors()["x"];
+  };
+  auto first = block->open_view();
+  auto second = block->open_view();
+  at::Tensor kept = tensor_of(*first);
+  EXPECT_NE(kept.unsafeGetTensorImpl(), tensor_of(*second).unsafeGetTensorImpl());
+  kept.transpose_(0, 1).unsqueeze_(0).set_requires_grad(true);
+  first.reset();
+  EXPECT_TRUE(block->is_shared()) << "the tensor that was kept is somebody else's";
+  first = block->open_view();  // made of the memory of the one before
+  EXPECT_EQ(tensor_of(*first).sizes(), at::IntArrayRef({4, 4}));
+  EXPECT_FALSE(tensor_of(*first).requires_grad());
+  EXPECT_EQ(kept.sizes(), at::IntArrayRef({1, 4, 4}));
+  EXPECT_EQ(kept.detach().sum().item<float>(), 16);
+  kept.reset();
+  EXPECT_FALSE(block->is_shared());
+  second.reset();
+  first.reset();
   EXPECT_FALSE(block->is_shared());
 }
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <vector>
@@ -82,6 +83,8 @@ class RESIDENCY_API TensorBlock final : public Block,
   [[nodiscard]] std::optional<std::string> take_undeclared_write(bool checksum);
   /// Makes the present contents the known ones.
   void accept_contents(bool checksum);
+  /// A view of the block, which must outlive it. Throws what allocating throws.
+  [[nodiscard]] std::unique_ptr<View> open_view();
   /// Counts a write to every storage, for autograd and for `take_undeclared_write` elsewhere, and
   /// makes the present contents the known ones.
   void count_overwrite();
@@ -117,18 +120,33 @@ class RESIDENCY_API TensorBlock final : public Block,
   std::vector<std::uint32_t> known_versions_;  // by field
   std::vector<std::uint64_t> known_stamps_;    // by storage; empty when not known
   std::atomic<std::uint32_t> num_views_{0};
+  /// Most blocks have one view at a time: it is kept for the next lease, empty meanwhile.
+  TensorView* kept_view_ = nullptr;
+  std::atomic_flag kept_view_busy_;  // guards it
 };
 
-/// What a lease shows: shallow copies of a block's tensors, sharing their version counters.
+/// What a lease shows: shallow copies of a block's tensors, sharing their version counters. The
+/// block outlives it.
 class RESIDENCY_API TensorView final : public View {
  public:
-  explicit TensorView(std::shared_ptr<TensorBlock> block);
+  explicit TensorView(TensorBlock& block);
   ~TensorView() override;
   [[nodiscard]] const TensorResident& tensors() const noexcept { return tensors_; }
 
+  /// Deleting a view that its block keeps only empties it.
+  static void operator delete(TensorView* view, std::destroying_delete_t) noexcept;
+
  private:
-  std::shared_ptr<TensorBlock> block_;
+  friend class TensorBlock;
+  void fill();
+  void clear() noexcept;
+  [[nodiscard]] static TensorView* make(TensorBlock& block);
+  static void destroy(TensorView* view) noexcept;
+
+  TensorBlock& block_;
   TensorResident tensors_;
+  bool is_kept_ = false;
+  bool is_filled_ = false;
 };
 
 }  // namespace residency
