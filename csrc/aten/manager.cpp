@@ -86,6 +86,10 @@ Handle register_source(Manager& manager, std::shared_ptr<Source> source,
                        std::shared_ptr<const TensorLayout> layout, const SourceOptions& options) {
   const ValueSpec spec = spec_of(std::move(layout), options.mode, Recoverability::kReconstructible,
                                  options.mutability);
+  if (options.at.is_disk()) {
+    throw std::invalid_argument(fmt::format(
+        "register_source: a source makes tensors, which cannot lie at {}", to_string(options.at)));
+  }
   throw_unless_mutable_can_be_seen(static_cast<const TensorLayout&>(*spec.layout),
                                    options.mutability);
   return manager.register_source(std::move(source), spec, options.at, options.type);

@@ -105,11 +105,15 @@ ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOp
       wait_on(lock, fences_to_wait_for(record, verdict));
       continue;
     }
-    if (options.stream && verdict.destination && options.stream->device != *verdict.destination &&
-        options.stream->device != verdict.source) {
-      throw std::invalid_argument(fmt::format(
-          "{}: the transfer stream belongs to {}, not to the destination {}", to_string(action),
-          to_string(options.stream->device), to_string(*verdict.destination)));
+    if (options.stream && verdict.destination) {
+      const Location owner = verdict.destination->is_cuda() || !verdict.source
+                                 ? *verdict.destination
+                                 : *verdict.source;
+      if (options.stream->device != owner) {
+        throw std::invalid_argument(
+            fmt::format("{}: the transfer stream belongs to {}, not to {}", to_string(action),
+                        to_string(options.stream->device), to_string(owner)));
+      }
     }
     entry.reason = verdict.reason;
     entry.source = verdict.source;

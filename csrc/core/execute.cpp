@@ -119,8 +119,8 @@ Explanation ManagerState::explain(const ResidencyPlan* plan,
   Trash trash;
   const Lock lock(mutex_);
   check_open();
-  check_version(explanation.plan, expected_state_version);
   settle(trash);
+  check_version(explanation.plan, expected_state_version);
   explanation.state_version = version_;
   World world(values_, ledger_, *backend_, options_, explanation.actions.capacity());
   const Simulated simulated = plan != nullptr
@@ -177,8 +177,8 @@ PlanReport ManagerState::execute(std::span<const ResidencyAction> actions,
     Trash trash;
     const Lock lock(mutex_);
     check_open();
-    check_version(options.name, options.expected_state_version);
     settle(trash);
+    check_version(options.name, options.expected_state_version);
     World world(values_, ledger_, *backend_, options_, actions.size());
     const Simulated simulated =
         simulate(world, Phase::kExecute, actions, nullptr, options.may_block);
@@ -216,7 +216,8 @@ void ManagerState::run_phase(PlanReport& report, std::span<const ResidencyAction
           *plan, phase, i, failed, report, cause, restored,
           fmt::format(
               "plan '{}' failed in phase {} at action {}, {}: {}; {} action(s) before it {}", *plan,
-              to_string(phase), i, failed, describe(cause), report.size(),
+              to_string(phase), i, failed, describe(cause),
+              rolls_back ? report.size() - rollback_from : report.size(),
               !rolls_back ? "stay as they are"
               : restored  ? "were undone"
                           : "could not all be undone"));
@@ -251,17 +252,31 @@ bool ManagerState::roll_back(const PlanReport& report, std::size_t from, Phase p
 bool ManagerState::undo(const TransitionRecord& done, bool gave_up_stale, Phase phase,
                         const PlanName& plan) {
   const Handle& handle = done.handle;
+  const auto is_undone = [&] {
+    const Lock lock(mutex_);
+    const ValueRecord* record = closed() ? nullptr : values_.find(handle).record;
+    return done.destination && record != nullptr && record->find(*done.destination) == nullptr;
+  };
   const auto run = [&](const ResidencyAction& inverse) {
-    try {
-      (void)perform(inverse, {}, phase, plan);
-      return true;
-    } catch (const TransferError&) {
-      return true;  // it was still on its way, and failing has put everything back
-    } catch (...) {
-      warn(fmt::format("rollback of plan '{}' stops at: {}: {}", *plan, to_string(inverse),
-                       describe(std::current_exception())));
-      return false;
+    constexpr int kMostTold = 16;  // more than there can be copies of one value on their way
+    for (int num_told = 0; num_told < kMostTold; ++num_told) {
+      try {
+        (void)perform(inverse, {}, phase, plan);
+        return true;
+      } catch (const TransferError& error) {
+        // A transfer of this value was still on its way and has failed, which is told once. When it
+        // was the one to undo, that has put everything back; when not, it is out of the way now.
+        warn(fmt::format("rollback of plan '{}': {}", *plan, error.what()));
+        if (is_undone()) {
+          return true;
+        }
+      } catch (...) {
+        warn(fmt::format("rollback of plan '{}' stops at: {}: {}", *plan, to_string(inverse),
+                         describe(std::current_exception())));
+        return false;
+      }
     }
+    return false;
   };
   switch (done.reason) {
     case Reason::kCopied:
@@ -288,7 +303,7 @@ bool ManagerState::undo(const TransitionRecord& done, bool gave_up_stale, Phase 
     }
     case Reason::kDiscarded:
     case Reason::kTaken: return false;
-    default: return true;
+    default: return true;  // the rest are no-ops and refusals, which changed nothing
   }
 }
 
@@ -322,8 +337,8 @@ void ManagerState::enter(ScopeState& scope) {
     Trash trash;
     const Lock lock(mutex_);
     check_open();
-    check_version(plan.name(), scope.options.expected_state_version);
     settle(trash);
+    check_version(plan.name(), scope.options.expected_state_version);
     World world(values_, ledger_, *backend_, options_);
     const Simulated simulated = simulate(world, plan, nullptr, scope.options.may_block);
     if (!simulated.feasible) {
@@ -417,8 +432,8 @@ void ManagerState::abandon(ScopeState& scope) noexcept {
   while (!scope.reservations.empty()) {
     try {
       release(*scope.reservations.back().state_);
-    } catch (const std::exception& error) {
-      warn(error.what());
+    } catch (...) {
+      warn(describe(std::current_exception()));
     }
     scope.reservations.pop_back();
   }
@@ -437,7 +452,8 @@ void ManagerState::abandon(ScopeState& scope) noexcept {
 Scope::Scope(std::unique_ptr<ScopeState> state) noexcept : state_(std::move(state)) {}
 Scope::Scope(Scope&&) noexcept = default;
 Scope& Scope::operator=(Scope&& other) noexcept {
-  std::swap(state_, other.state_);
+  const Scope ended(std::move(*this));
+  state_ = std::move(other.state_);
   return *this;
 }
 Scope::~Scope() {

@@ -30,8 +30,9 @@ void check_lease_arguments(std::string_view call, std::span<const Handle> handle
         fmt::format("{}: a lease at {} takes no stream", call, to_string(at)));
   }
   if (options.stream && options.stream->device != at) {
-    throw std::invalid_argument(fmt::format("{}: the stream belongs to {}, the lease is at {}", call,
-                                            to_string(options.stream->device), to_string(at)));
+    throw std::invalid_argument(fmt::format("{}: the stream belongs to {}, the lease is at {}",
+                                            call, to_string(options.stream->device),
+                                            to_string(at)));
   }
 }
 
@@ -46,9 +47,9 @@ void check_access(std::string_view call, const ValueRecord& record, const Handle
                                  call, to_string(handle), record.num_leases));
   }
   if (access == Access::kWrite && record.spec.mutability != Mutability::kMutable) {
-    throw std::invalid_argument(fmt::format(
-        "{}: {} is immutable and cannot be leased for writing; register it as mutable", call,
-        to_string(handle)));
+    throw std::invalid_argument(
+        fmt::format("{}: {} is immutable and cannot be leased for writing; register it as mutable",
+                    call, to_string(handle)));
   }
 }
 
@@ -180,7 +181,8 @@ Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
     }
     for (const FencePtr& fence : host_waits) {
       if (fence->poll() == FenceStatus::kFailed) {
-        throw UnavailableError("acquire: a transfer failed");  // replaced by its own error below
+        throw UnavailableError(  // replaced by its own error below, unless another call was told it
+            fmt::format("acquire: a transfer to {} failed", to_string(at)));
       }
     }
     // What is written from now on has a fence of its own, which no arrival may clear.
@@ -221,9 +223,14 @@ Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
   }
   end_protection(*lease);
   lease->ended.store(true, std::memory_order_release);
+  if (!closed()) {
+    // While the turns are ours: whoever is next would take a failure away from this call.
+    for (const LeasedValue& each : lease->values) {
+      settle(trash, each.record);
+    }
+  }
   turns.end();
   if (!closed()) {
-    settle(trash);
     for (const Handle& handle : lease->handles) {
       if (ValueRecord* record = values_.find(handle).record) {
         throw_failure_of(*record, handle);
@@ -333,7 +340,8 @@ void ManagerState::add_stream(LeaseState& lease, const Stream& stream) {
   check_open();
   Lock lock(mutex_);
   check_open();
-  if (!leases_.contains(&lease)) {
+  // A release that has begun has read the streams, and would not record the use of this one.
+  if (lease.ended.load(std::memory_order_acquire) || !leases_.contains(&lease)) {
     throw LifetimeClosedError("add_stream: the lease has been released");
   }
   if (std::ranges::find(lease.streams, stream) != lease.streams.end()) {
@@ -356,6 +364,14 @@ void ManagerState::add_stream(LeaseState& lease, const Stream& stream) {
   }
 }
 
+/// A fence behind all that the stream has to do and behind `uses`; the host does not wait.
+FencePtr ManagerState::join(Block& block, const Stream& stream, std::span<const FencePtr> uses) {
+  for (const FencePtr& fence : uses) {
+    backend_->begin_access(block, Access::kRead, stream, fence, false);
+  }
+  return backend_->record_use(stream);
+}
+
 void ManagerState::release(LeaseState& lease, bool wait) {
   if (lease.ended.exchange(true, std::memory_order_acq_rel)) {
     return;
@@ -366,19 +382,16 @@ void ManagerState::release(LeaseState& lease, bool wait) {
   {
     Lock lock(mutex_);
     if (!closed()) {
+      const std::vector<Stream> streams = lease.streams;  // an add_stream may be failing meanwhile
       const Unlocked unlocked(*this, lock);
       const std::lock_guard guard(lease.mutex);
-      const std::vector<Stream>& streams = lease.streams;
       // The first stream comes last: for a writer it has waited for the others by then, so that one
       // fence says when the bytes are there.
       try {
         for (std::size_t i = streams.size(); i-- > 0;) {
-          if (i == 0 && lease.access == Access::kWrite) {
-            for (const FencePtr& fence : last_uses) {
-              backend_->begin_access(*lease.values[0].block, lease.access, streams[0], fence, false);
-            }
-          }
-          last_uses.push_back(backend_->record_use(streams[i]));
+          last_uses.push_back(i == 0 && lease.access == Access::kWrite
+                                  ? join(*lease.values[0].block, streams[0], last_uses)
+                                  : backend_->record_use(streams[i]));
         }
       } catch (...) {
         // Nothing would be ordered behind a use that is not recorded: the lease goes on, and can be
@@ -401,9 +414,7 @@ void ManagerState::release(LeaseState& lease, bool wait) {
       }
       if (!written.empty() && lease.access == Access::kRead && last_uses.size() > 1) {
         // Nobody said which stream would write, so none has waited for the others.
-        for (const FencePtr& fence : last_uses) {
-          fence->wait();
-        }
+        last_uses.push_back(join(*lease.values[0].block, streams[0], last_uses));
       }
     }
     if (!closed()) {
@@ -458,6 +469,7 @@ void ManagerState::release(LeaseState& lease, bool wait) {
 void ManagerState::keep(std::unique_ptr<LeaseState> lease) noexcept {
   const Lock lock(mutex_);
   if (!closed()) {
+    lease->manager.reset();  // we own it now, and would own ourselves
     orphans_.push_back(std::move(lease));
   }
 }
@@ -591,24 +603,47 @@ void ManagerState::release(ReservationState& reservation) {
 
 namespace {
 
+template <class State>
+bool is_active(const std::unique_ptr<State>& state) noexcept {
+  return state && !state->ended.load(std::memory_order_acquire) && !state->manager->closed();
+}
+
+std::string in_words(const LeaseState& lease) {
+  return fmt::format("a lease of {} value(s) at {}", lease.handles.size(),
+                     to_string(lease.location));
+}
+std::string in_words(const HoldState& hold) {
+  return fmt::format("a hold of {} value(s) at {}", hold.handles.size(), to_string(hold.location));
+}
+std::string in_words(const ReservationState& reservation) {
+  return "reservation '" + reservation.fields.label + "'";
+}
+
 /// Releases what a guard still has, in a destructor: never throws, never waits.
 template <class State>
-void abandon(State* state, const std::string& what) noexcept {
+void abandon(const std::unique_ptr<State>& state) noexcept {
+  if (!is_active(state)) {
+    return;
+  }
+  std::exception_ptr failure;
   try {
-    if (state == nullptr || state->ended.load() || state->manager->closed()) {
-      return;
-    }
     if constexpr (std::is_same_v<State, LeaseState>) {
       state->manager->release(*state, false);
     } else {
       state->manager->release(*state);
     }
-    warn(what + " was destroyed while active; it has been released. Release it explicitly");
   } catch (...) {
-    warn(what + " was destroyed while active; " +
-         (state->ended.load() ? "it has been released: "
-                              : "it could not be released and is kept until the manager closes: ") +
-         describe(std::current_exception()));
+    failure = std::current_exception();
+  }
+  try {
+    const std::string_view outcome =
+        !failure              ? "it has been released. Release it explicitly"
+        : state->ended.load() ? "it has been released: "
+                              : "it could not be released and is kept until the manager closes: ";
+    warn(fmt::format("{} was destroyed while active; {}{}", in_words(*state), outcome,
+                     failure ? describe(failure) : ""));
+  } catch (...) {
+    // No memory for a warning.
   }
 }
 
@@ -617,14 +652,12 @@ void abandon(State* state, const std::string& what) noexcept {
 Lease::Lease(std::unique_ptr<LeaseState> state) noexcept : state_(std::move(state)) {}
 Lease::Lease(Lease&&) noexcept = default;
 Lease& Lease::operator=(Lease&& other) noexcept {
-  std::swap(state_, other.state_);
+  const Lease ended(std::move(*this));
+  state_ = std::move(other.state_);
   return *this;
 }
 Lease::~Lease() {
-  if (active()) {
-    abandon(state_.get(), fmt::format("a lease of {} value(s) at {}", state_->handles.size(),
-                                      to_string(state_->location)));
-  }
+  abandon(state_);
   if (active()) {
     const std::shared_ptr<ManagerState> manager = state_->manager;
     manager->keep(std::move(state_));
@@ -640,7 +673,7 @@ Access Lease::access() const noexcept {
   return state_->access;
 }
 bool Lease::active() const noexcept {
-  return state_ && !state_->ended.load(std::memory_order_acquire) && !state_->manager->closed();
+  return is_active(state_);
 }
 const PlanReport& Lease::transitions() const noexcept {
   return state_->transitions;
@@ -654,6 +687,9 @@ void Lease::add_stream(const Stream& stream) {
 }
 // Destructors release without this check: they cannot refuse.
 void Lease::release(bool wait) {
+  if (!state_) {
+    return;
+  }
   if (active()) {
     state_->manager->check_not_loading();
   }
@@ -663,14 +699,12 @@ void Lease::release(bool wait) {
 Hold::Hold(std::unique_ptr<HoldState> state) noexcept : state_(std::move(state)) {}
 Hold::Hold(Hold&&) noexcept = default;
 Hold& Hold::operator=(Hold&& other) noexcept {
-  std::swap(state_, other.state_);
+  const Hold ended(std::move(*this));
+  state_ = std::move(other.state_);
   return *this;
 }
 Hold::~Hold() {
-  if (active()) {
-    abandon(state_.get(), fmt::format("a hold of {} value(s) at {}", state_->handles.size(),
-                                      to_string(state_->location)));
-  }
+  abandon(state_);
 }
 std::span<const Handle> Hold::handles() const noexcept {
   return state_->handles;
@@ -679,9 +713,12 @@ Location Hold::location() const noexcept {
   return state_->location;
 }
 bool Hold::active() const noexcept {
-  return state_ && !state_->ended.load(std::memory_order_acquire) && !state_->manager->closed();
+  return is_active(state_);
 }
 void Hold::release() {
+  if (!state_) {
+    return;
+  }
   if (active()) {
     state_->manager->check_not_loading();
   }
@@ -692,24 +729,26 @@ Reservation::Reservation(std::unique_ptr<ReservationState> state) noexcept
     : state_(std::move(state)) {}
 Reservation::Reservation(Reservation&&) noexcept = default;
 Reservation& Reservation::operator=(Reservation&& other) noexcept {
-  std::swap(state_, other.state_);
+  const Reservation ended(std::move(*this));
+  state_ = std::move(other.state_);
   return *this;
 }
 Reservation::~Reservation() {
-  if (active()) {
-    abandon(state_.get(), "reservation '" + state_->fields.label + "'");
-  }
+  abandon(state_);
 }
 const MemoryReservation& Reservation::fields() const noexcept {
   return state_->fields;
 }
 bool Reservation::active() const noexcept {
-  return state_ && !state_->ended.load(std::memory_order_acquire) && !state_->manager->closed();
+  return is_active(state_);
 }
 bool Reservation::physical() const noexcept {
   return state_->physical;
 }
 void Reservation::release() {
+  if (!state_) {
+    return;
+  }
   if (active()) {
     state_->manager->check_not_loading();
   }

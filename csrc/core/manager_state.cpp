@@ -593,9 +593,11 @@ void ManagerState::run_releases(Lock& lock, std::vector<Release>& releases) {
 
 void ManagerState::set_budget(Location location, std::optional<Bytes> budget) {
   check_not_loading();
+  Trash trash;
   const Lock lock(mutex_);
   check_open();
   check_available(location);
+  settle(trash);
   Account& account = ledger_.account(location);
   if (budget && account.used.saturating_add(account.reserved) > *budget) {
     Shortfall shortfall = account.shortfall(Bytes());
@@ -615,8 +617,10 @@ void ManagerState::set_budget(Location location, std::optional<Bytes> budget) {
 
 void ManagerState::reset_peaks() {
   check_not_loading();
+  Trash trash;
   const Lock lock(mutex_);
   check_open();
+  settle(trash);
   for (Account& account : ledger_.accounts()) {
     account.peak_used = account.peak_charged = Bytes();
     account.note_peaks();
@@ -637,8 +641,10 @@ std::vector<TransitionRecord> ManagerState::trace(std::optional<std::size_t> lim
 
 std::uint64_t ManagerState::state_version() {
   check_not_loading();
+  Trash trash;
   const Lock lock(mutex_);
   check_open();
+  settle(trash);  // what has failed since has changed the state
   return version_;
 }
 
@@ -718,6 +724,9 @@ void ManagerState::close(const CloseOptions& options) {
   Trash trash;
   Lock lock(mutex_);
   if (closed()) {
+    if (options.wait && !is_forked()) {  // another thread may be at it
+      all_locked_.wait(lock, [&] { return torn_down_ && num_unlocked_ == 0; });
+    }
     return;
   }
   settle(trash);

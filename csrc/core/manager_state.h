@@ -130,6 +130,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] View& view(LeaseState& lease, const Handle& handle);
   void add_stream(LeaseState& lease, const Stream& stream);
   void release(LeaseState& lease, bool wait);
+  [[nodiscard]] FencePtr join(Block& block, const Stream& stream, std::span<const FencePtr> uses);
   void keep(std::unique_ptr<LeaseState> lease) noexcept;
   [[nodiscard]] Hold hold(std::span<const Handle> handles, Location at);
   void release(HoldState& hold);
@@ -226,6 +227,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   // All of these are called under the mutex.
   void check_open() const;
   void check_available(Location location) const;
+  void check_not_managed(const std::vector<AddressRange>& ranges) const;
   void settle(Trash& trash, const ValueRecord* own = nullptr);
   void settle_oldest(Trash& trash);
   [[nodiscard]] bool settle_retiring(Retiring& retiring, Trash& trash);

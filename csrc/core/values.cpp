@@ -29,6 +29,21 @@ Handle ManagerState::register_source(std::shared_ptr<Source> source, const Value
   return values_.handle_of(record);
 }
 
+void ManagerState::check_not_managed(const std::vector<AddressRange>& ranges) const {
+  for (const AddressRange& range : ranges) {
+    // The only managed range that can reach into this one from below is the last that begins
+    // before its end.
+    const auto after = managed_ranges_.lower_bound(range.end);
+    if (after != managed_ranges_.begin() && std::prev(after)->second > range.begin) {
+      throw OwnershipError(fmt::format(
+          "adopt: its storage at [{:#x}, {:#x}) overlaps memory that manager {} already manages at "
+          "[{:#x}, {:#x}); adopt a clone, or put both into one value",
+          range.begin, range.end, static_cast<std::uint32_t>(id_), std::prev(after)->first,
+          std::prev(after)->second));
+    }
+  }
+}
+
 Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type) {
   check_not_loading();
   if (!block) {
@@ -57,6 +72,7 @@ Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type
     return escaped != escaped_.end() ? escaped->bytes : Bytes();
   };
   settle(trash);
+  check_not_managed(ranges);  // before room is waited for, and again after that
   for (Bytes known = charged_already();;) {
     admit(lock, trash, at, materialization->charge.saturating_sub(known), true);
     if (const Bytes now = charged_already(); now != known) {  // it waited, with the mutex open
@@ -65,18 +81,7 @@ Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type
     }
     break;
   }
-  for (const AddressRange& range : ranges) {
-    // The only managed range that can reach into this one from below is the last that begins
-    // before its end.
-    const auto after = managed_ranges_.lower_bound(range.end);
-    if (after != managed_ranges_.begin() && std::prev(after)->second > range.begin) {
-      throw OwnershipError(fmt::format(
-          "adopt: its storage at [{:#x}, {:#x}) overlaps memory that manager {} already manages at "
-          "[{:#x}, {:#x}); adopt a clone, or put both into one value",
-          range.begin, range.end, static_cast<std::uint32_t>(id_), std::prev(after)->first,
-          std::prev(after)->second));
-    }
-  }
+  check_not_managed(ranges);
   ValueRecord& record = values_.add(type);
   record.spec = spec;
   record.spec.recoverability = Recoverability::kMustPreserve;

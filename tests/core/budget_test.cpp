@@ -381,6 +381,30 @@ TEST_F(EscapeTest, AliasOfAnAdoptedTensorEscapesWithAMove) {
   EXPECT_EQ(used(kPageable), Bytes());
 }
 
+TEST_F(EscapeTest, WhatHasGoneByNowCountsForNeitherABudgetNorAPeak) {
+  start();
+  const Handle value = adopt(kPinned, 100, kExclusive);
+  auto alias = [&] {
+    Lease lease = acquire(value, kPinned);
+    return block(lease, value).share();
+  }();
+  manager->move(value, kPageable).wait();
+  ASSERT_EQ(account(kPinned).escaped, 100_B);
+  alias.reset();
+  manager->reset_peaks();
+  EXPECT_EQ(account(kPinned).peak_used, Bytes());
+  const Handle other = adopt(kPinned, 100, kExclusive);
+  alias = [&] {
+    Lease lease = acquire(other, kPinned);
+    return block(lease, other).share();
+  }();
+  manager->move(other, kPageable).wait();
+  ASSERT_EQ(account(kPinned).escaped, 100_B);
+  alias.reset();
+  manager->set_budget(kPinned, Bytes());
+  EXPECT_EQ(account(kPinned).used, Bytes());
+}
+
 TEST_F(EscapeTest, StrictAliasesRefuseBeforehand) {
   options.strict_aliases = true;
   start();

@@ -519,6 +519,25 @@ TEST_F(LateFailureTest, UseOfAnArrivalThatMayFailWaitsForIt) {
   EXPECT_TRUE(holds(handle, kPinned));
 }
 
+TEST_F(LateFailureTest, MakesAVersionThatWasReadBeforeItStale) {
+  start();
+  const Handle handle = adopt(kPageable, 128, kExclusive);
+  backend->fail(Call::kTransfer, 1);
+  const auto report = manager->move(handle, kDisk);
+  const std::uint64_t before = manager->state_version();
+  const std::vector<ResidencyAction> actions = {EnsureResident{handle, kPinned}};
+  backend->complete_all();
+  EXPECT_THROW((void)manager->explain(actions, before), StaleStateError);
+  EXPECT_THROW(manager->execute(actions, {.expected_state_version = before}), StaleStateError);
+  ScopeOptions options;
+  options.expected_state_version = before;
+  Scope scope =
+      manager->scope(ResidencyPlan("late", {}, {EnsureResident{handle, kPinned}}), options);
+  EXPECT_THROW(scope.enter(), StaleStateError);
+  EXPECT_GT(manager->state_version(), before);
+  EXPECT_THROW(report.wait(), TransferError);
+}
+
 TEST_F(LateFailureTest, ActionThatMayNotBlockIsRefusedInstead) {
   start();
   const Handle handle = adopt(kPageable, 128, kExclusive);

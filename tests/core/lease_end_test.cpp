@@ -47,7 +47,8 @@ TEST_F(LeaseArgumentTest, ErrorsNameTheCall) {
     EXPECT_EQ(std::string(acquired->what()).substr(0, 9), "acquire: ");
     EXPECT_EQ(std::string(borrowed->what()).substr(0, 8), "borrow: ");
   }
-  const auto empty = refused<std::invalid_argument>([&] { manager->borrow({}, kPinned).release(); });
+  const auto empty =
+      refused<std::invalid_argument>([&] { manager->borrow({}, kPinned).release(); });
   EXPECT_EQ(std::string(empty->what()).substr(0, 8), "borrow: ");
   const Handle written = adopt(kPageable, 100, kReplicable, kMutable);
   const Handle one[] = {written};

@@ -476,6 +476,27 @@ TEST_F(WriteTest, UndeclaredWriteIsReportedAtReleaseWhichEndsTheLeaseFirst) {
   acquire(a, kPageable).release();  // told once
 }
 
+TEST_F(WriteTest, UndeclaredWriteOnOneOfTwoStreamsIsWaitedForByTheNextReaderAndNotByTheHost) {
+  start();
+  const Warnings warnings;
+  const Handle a = adopt(kPinned, 100);
+  manager->ensure(a, kCuda0);
+  backend->complete_all();
+  {
+    const Handle handles[] = {a};
+    Lease lease = manager->acquire(handles, kCuda0, {.stream = Stream{kCuda0, 1}});
+    lease.add_stream({kCuda0, 2});
+    backend->launch_write({kCuda0, 2}, block(lease, a), seeds[a] = 508);
+  }  // the destructor must not wait for what is still queued
+  ASSERT_EQ(warnings.texts().size(), 1U);
+  EXPECT_GT(backend->num_queued(), 0U);
+  const Handle handles[] = {a};
+  Lease reader = manager->acquire(handles, kCuda0, {.stream = Stream{kCuda0, 3}});
+  backend->launch_read({kCuda0, 3}, block(reader, a), 508);
+  reader.release();
+  backend->complete_all();
+}
+
 TEST_F(WriteTest, ChecksumsFindWritesThatNoCounterSees) {
   options.checksum_leases = true;
   start();
@@ -509,6 +530,26 @@ TEST_F(HoldTest, OfWhatIsNotThereIsUnavailable) {
   start();
   const Handle a = adopt(kPageable, 100);
   refused<UnavailableError>([&] { hold(a, kPinned).release(); });
+}
+
+TEST_F(HoldTest, AssignmentEndsTheOneBeforeAndAMovedFromOneIsHarmless) {
+  start();
+  const Handle a = adopt(kPageable, 100);
+  const Handle b = adopt(kPageable, 100);
+  Hold first = hold(a, kPageable);
+  Hold second = hold(b, kPageable);
+  const Warnings warnings;
+  first = std::move(second);
+  EXPECT_EQ(warnings.texts().size(), 1U) << "the hold of a was active";
+  EXPECT_EQ(manager->snapshot().num_holds, 1U);
+  EXPECT_FALSE(second.active());
+  EXPECT_NO_THROW(second.release());
+  first.release();
+  Lease lease = acquire(a, kPageable);
+  Lease moved = std::move(lease);
+  EXPECT_NO_THROW(lease.release());
+  EXPECT_TRUE(moved.active());
+  moved.release();
 }
 
 TEST_F(HoldTest, OfAStaleOneIsUnavailable) {

@@ -619,11 +619,11 @@ class Run {
       require(each.charged_bytes == Bytes(copy.charge), where + ": charge");
       require(each.num_leases == static_cast<std::uint32_t>(copy.leases), where + ": leases");
       require(each.num_holds == static_cast<std::uint32_t>(copy.holds), where + ": holds");
-      const bool arriving = backend_->transfer_status(want.handle, at) == FenceStatus::kPending &&
-                            !copy.stale && !copy.loaded_here;
-      require(
-          (each.state == MaterializationState::kArriving) == arriving || copy.stale || copy.written,
-          where + ": state is " + std::string(to_string(each.state)));
+      // What its source made is not on its way, unless a rollback has copied it back since.
+      const bool pending = backend_->transfer_status(want.handle, at) == FenceStatus::kPending;
+      const bool either = copy.stale || copy.written || (copy.loaded_here && pending);
+      require((each.state == MaterializationState::kArriving) == pending || either,
+              where + ": state is " + std::string(to_string(each.state)));
     }
   }
 

@@ -231,8 +231,7 @@ TEST_F(ReentrancyTest, GuardsThatDieInTheLoadAreReleased) {
   const Handle other = adopt(kPinned, 100);
   auto lease = std::make_unique<Lease>(acquire(other, kPinned));
   auto held = std::make_unique<Hold>(hold(other, kPinned));
-  auto reservation =
-      std::make_unique<Reservation>(manager->reserve({kCuda0, 10_B, "headroom"}));
+  auto reservation = std::make_unique<Reservation>(manager->reserve({kCuda0, 10_B, "headroom"}));
   auto scope = std::make_unique<Scope>(
       manager->scope(ResidencyPlan("a plan", {}, {}, {{kPinned, 5_B, "of the plan"}})));
   scope->enter();
@@ -632,6 +631,33 @@ TEST_F(ThreadsTest, LeaseCanBeReleasedByAnotherThread) {
   EXPECT_FALSE(lease.active());
   EXPECT_EQ(at(handle, kPageable).num_leases, 0U);
   EXPECT_NO_THROW(manager->move(handle, kPinned));
+}
+
+TEST_F(ThreadsTest, StreamAddedBesideAReleaseIsRecordedOrRefused) {
+  start();
+  const Handle a = adopt(kPinned, 100);
+  manager->ensure(a, kCuda0);
+  backend->complete_all();
+  const Handle handles[] = {a};
+  for (int round = 0; round < 200; ++round) {
+    const std::uint64_t recorded = backend->num_calls(Call::kRecordUse);
+    Lease lease = manager->acquire(handles, kCuda0, {.stream = Stream{kCuda0, 1}});
+    std::uint64_t num_added = 0;
+    std::thread adds([&] {
+      try {
+        for (std::int64_t stream = 2; stream < 10; ++stream) {
+          lease.add_stream({kCuda0, stream});
+          ++num_added;
+        }
+      } catch (const LifetimeClosedError&) {
+        // The release was first.
+      }
+    });
+    lease.release();
+    adds.join();
+    ASSERT_EQ(backend->num_calls(Call::kRecordUse) - recorded, 1 + num_added);
+    backend->complete_all();
+  }
 }
 
 TEST_F(ThreadsTest, LeaseReleasedBySixteenThreadsAtOnceEndsOnce) {

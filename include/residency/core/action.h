@@ -57,6 +57,7 @@ Overloaded(Visitors...) -> Overloaded<Visitors...>;
 enum class ActionKind : std::uint8_t { kEnsure, kMove, kDrop, kDiscard, kTake };
 [[nodiscard]] RESIDENCY_API std::string_view to_string(ActionKind kind);
 [[nodiscard]] inline ActionKind kind_of(const ResidencyAction& action) noexcept {
+  static_assert(std::variant_size_v<ResidencyAction> == 4, "ActionKind lists the alternatives");
   return static_cast<ActionKind>(action.index());
 }
 [[nodiscard]] inline const Handle& handle_of(const ResidencyAction& action) noexcept {

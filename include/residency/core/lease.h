@@ -32,7 +32,9 @@ struct AcquireOptions {
 /// The right to read (or write) materializations at one location. Nothing leased is moved or
 /// freed, and its addresses stay.
 ///
-/// Thread-safe, movable, not copyable. Destroying an active lease releases it and warns.
+/// Thread-safe, movable, not copyable; one that was moved from may only be
+/// destroyed, assigned to and asked whether it is active. Destroying an active lease releases it
+/// and warns.
 class RESIDENCY_API Lease {
  public:
   Lease(Lease&&) noexcept;
@@ -56,9 +58,9 @@ class RESIDENCY_API Lease {
   void add_stream(const Stream& stream);
 
   /// Ends the lease: last uses are recorded on every stream, and a later drop or move is ordered
-  /// after them on the device. With `wait` the host waits until nothing is pending. Twice is
-  /// harmless. Throws `UndeclaredWriteError` after the lease has ended, naming the first field
-  /// that was written without a write lease.
+  /// after them on the device. With `wait` the host waits until nothing is pending. The second
+  /// release returns at once, also when the first has not waited. Throws `UndeclaredWriteError`
+  /// after the lease has ended, naming the first field that was written without a write lease.
   void release(bool wait = false);
 
  private:
@@ -69,7 +71,9 @@ class RESIDENCY_API Lease {
 
 /// Keeps materializations from being removed without giving access.
 ///
-/// Thread-safe, movable, not copyable. Destroying an active hold releases it and warns.
+/// Thread-safe, movable, not copyable; one that was moved from may only be
+/// destroyed, assigned to and asked whether it is active. Destroying an active hold releases it and
+/// warns.
 class RESIDENCY_API Hold {
  public:
   Hold(Hold&&) noexcept;

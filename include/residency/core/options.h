@@ -22,7 +22,7 @@ struct LocationBudget {
 /// A directory in which values can live as files. Each manager works in a subdirectory of its own,
 /// under a held lock, which it removes when it closes.
 struct DiskTier {
-  std::string name;  ///< `disk:NAME`
+  std::string name;                 ///< `disk:NAME`
   std::filesystem::path directory;  ///< a relative one is that at the time the manager is made
   std::optional<Bytes> budget = std::nullopt;
   bool fsync = false;  ///< files do not outlive the manager, so this buys only early write errors
@@ -46,7 +46,7 @@ struct ManagerOptions {
 
 enum class OnFailure : std::uint8_t {
   kKeep,      ///< completed actions stay
-  kRollback,  ///< completed actions are undone in reverse
+  kRollback,  ///< completed actions are undone in reverse; undoing may wait on the host
 };
 
 /// How one action is carried out.

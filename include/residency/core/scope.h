@@ -16,9 +16,9 @@ struct ScopeState;
 
 /// One use of a plan around a body. Making it does nothing.
 ///
-/// Thread-compatible, movable, not copyable. `Manager::with` runs a body with these rules; a scope
-/// made by hand must be closed: destroying an entered one releases its reservations and warns, and
-/// its exit actions are not run.
+/// Thread-compatible, movable, not copyable; one that was moved from may only be destroyed or
+/// assigned to. `Manager::with` runs a body with these rules; a scope made by hand must be closed:
+/// destroying an entered one releases its reservations and warns, and its exit actions are not run.
 class RESIDENCY_API Scope {
  public:
   Scope(Scope&&) noexcept;
