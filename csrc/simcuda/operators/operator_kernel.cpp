@@ -132,7 +132,7 @@ void infer_results(const OperatorTraits& traits, const c10::OperatorHandle& op,
   }
   constexpr c10::DispatchKeySet kMetaKey(c10::DispatchKey::Meta);
   if (traits.keeps_shape) {
-    torch::jit::drop(stack, arguments.size() - 1);
+    torch::jit::drop(stack, arguments.size() - traits.returns.size());
   } else if (traits.shape_inference != nullptr) {
     traits.shape_inference->callBoxed(op, kMetaKey, &stack);
   } else if (traits.substitute != nullptr) {

@@ -169,8 +169,9 @@ OperatorTraits::OperatorTraits(const c10::OperatorHandle& op)
         return argument.kind != ArgumentKind::kOther && argument.kind != ArgumentKind::kNumber &&
                argument.kind != ArgumentKind::kGenerator;
       });
-  keeps_shape = num_tensors == 1 && returns.size() == 1 && returns[0].argument == size_t{0} &&
-                arguments[0].kind == ArgumentKind::kTensor && !arguments[0].is_out;
+  keeps_shape = returns.empty() ||
+                (num_tensors == 1 && returns.size() == 1 && returns[0].argument == size_t{0} &&
+                 arguments[0].kind == ArgumentKind::kTensor && !arguments[0].is_out);
   if (functional && substitute == nullptr) {
     out_variant = find_out_variant(schema);
   }

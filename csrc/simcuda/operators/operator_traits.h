@@ -35,7 +35,7 @@ struct OperatorTraits {
   DeviceCheck check = DeviceCheck::kSame;
   std::string wrapper_name;  ///< of PyTorch's generated wrapper, for its message
 
-  /// In-place on its only tensor: there is no shape to infer or check.
+  /// In-place on its only tensor, or without results (_foreach_add_): there is no shape to infer.
   bool keeps_shape = false;
   bool is_foreach = false;
   bool draws_random = false;
