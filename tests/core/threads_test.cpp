@@ -639,11 +639,13 @@ TEST_F(ThreadsTest, StreamAddedBesideAReleaseIsRecordedOrRefused) {
   manager->ensure(a, kCuda0);
   backend->complete_all();
   const Handle handles[] = {a};
-  for (int round = 0; round < 200; ++round) {
+  for (int round = 0; round < 2000; ++round) {
     const std::uint64_t recorded = backend->num_calls(Call::kRecordUse);
     Lease lease = manager->acquire(handles, kCuda0, {.stream = Stream{kCuda0, 1}});
     std::uint64_t num_added = 0;
+    std::barrier together(2);
     std::thread adds([&] {
+      together.arrive_and_wait();
       try {
         for (std::int64_t stream = 2; stream < 10; ++stream) {
           lease.add_stream({kCuda0, stream});
@@ -653,6 +655,7 @@ TEST_F(ThreadsTest, StreamAddedBesideAReleaseIsRecordedOrRefused) {
         // The release was first.
       }
     });
+    together.arrive_and_wait();
     lease.release();
     adds.join();
     ASSERT_EQ(backend->num_calls(Call::kRecordUse) - recorded, 1 + num_added);
