@@ -312,8 +312,8 @@ TEST_F(HostTier, AssignOfAnotherLayoutOrToAnImmutableValueChangesNothing) {
   const Handle fixed = adopt(*manager_, TensorResident({{"w", at::zeros({4})}}));
   EXPECT_ANY_THROW(assign(*manager_, fixed, TensorResident({{"w", at::ones({4})}})));
   EXPECT_TRUE(take(*manager_, fixed)["w"].equal(at::zeros({4})));
-  const Handle on_disk = adopt(*manager_, TensorResident({{"w", at::zeros({4})}}),
-                               {.mode = ReplicaMode::kExclusive});
+  const Handle on_disk =
+      adopt(*manager_, TensorResident({{"w", at::zeros({4})}}), {.mode = ReplicaMode::kExclusive});
   manager_->move(on_disk, kDisk).wait();
   const Bytes on_disk_bytes = manager_->snapshot().find(kDisk)->used;
   const std::uint64_t before = manager_->state_version();

@@ -61,7 +61,8 @@ TEST_F(SafetensorsTest, NamedTensorsAreLoadedWhenUsed) {
   EXPECT_THROW((void)file->source({"x"}), std::out_of_range);
 
   const auto manager = create_manager();
-  const Handle handle = register_source(*manager, *file, {SafetensorsField("w").as("weight"), "v", "none"});
+  const Handle handle =
+      register_source(*manager, *file, {SafetensorsField("w").as("weight"), "v", "none"});
   EXPECT_EQ(used_at(*manager, kHost), Bytes());
   manager->ensure(handle, kHost);
   EXPECT_EQ(used_at(*manager, kHost), Bytes(128));

@@ -73,9 +73,8 @@ void Gate::open() {
 }
 
 at::Tensor on_device(std::int64_t nbytes, int device) {
-  return at::empty({nbytes},
-                   at::TensorOptions().dtype(at::kByte).device(
-                       at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+  return at::empty({nbytes}, at::TensorOptions().dtype(at::kByte).device(
+                                 at::kCUDA, static_cast<c10::DeviceIndex>(device)));
 }
 
 at::Tensor page_locked(std::int64_t nbytes) {

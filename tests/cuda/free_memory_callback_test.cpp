@@ -24,7 +24,9 @@ std::int64_t num_retries() {
 
 std::int64_t num_segments() {
   using c10::CachingAllocator::StatType;
-  return allocator::getDeviceStats(0).segment[static_cast<std::size_t>(StatType::AGGREGATE)].current;
+  return allocator::getDeviceStats(0)
+      .segment[static_cast<std::size_t>(StatType::AGGREGATE)]
+      .current;
 }
 
 class FreeMemoryCallbackTest : public CudaTest {};
