@@ -147,7 +147,7 @@ TEST_F(FaultTest, WrongEnvironmentEndsTheProcessWithOneLine) {
   EXPECT_EQ(bad_status, 2);
   EXPECT_NE(bad_text.find("24GiB"), std::string::npos) << bad_text;
   EXPECT_EQ(std::count(bad_text.begin(), bad_text.end(), '\n'), 1) << bad_text;
-  auto [unknown_status, unknown_text] = run_with("SIMCUDA_MEMROY=1GiB");
+  auto [unknown_status, unknown_text] = run_with("SIMCUDA_MEMORIES=1GiB");
   EXPECT_EQ(unknown_status, 2);
   EXPECT_NE(unknown_text.find("memories"), std::string::npos) << unknown_text;
   EXPECT_EQ(run_with("SIMCUDA_MEMORY=2GiB").first, 0);
