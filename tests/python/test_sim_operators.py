@@ -653,4 +653,5 @@ def test_operators_on_the_host_cost_host_time(torch, sim):
     parameter.grad = gradient
     assert cost(torch.optim.SGD([parameter], foreach=True).step) >= cost(lambda: large.add_(1))
     # As often as called, not once more for what it calls itself.
-    assert cost(lambda: torch.nn.functional.mse_loss(large, large)) < 3 * cost(lambda: large.add(1))
+    both = cost(lambda: torch.nn.functional.mse_loss(large, large))
+    assert both < 1.5 * cost(lambda: large.add(1))
