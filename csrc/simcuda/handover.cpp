@@ -59,13 +59,16 @@ bool will_wake_by_itself(int thread) {
 }
 
 bool handed_over(int previous) {
-  constexpr int kNumTries = 40;
+  // On a machine with more work than cores it may take that long to fall asleep. A thread that goes
+  // on instead enters a call meanwhile, which tells at once.
+  constexpr int kNumTries = 2000;
   for (int tries = 0; tries < kNumTries; ++tries) {
     switch (state_of(previous)) {
       case ThreadState::kEnded: return true;
       case ThreadState::kSleeping: return !will_wake_by_itself(previous);
       case ThreadState::kRunning: break;
     }
+    if (!one_thread_at_a_time()) return false;
     timespec pause{0, 50000};
     nanosleep(&pause, nullptr);
   }

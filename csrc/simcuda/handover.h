@@ -10,7 +10,7 @@ namespace simcuda {
 // Note [Hand-over]
 // Autograd's thread enqueues the backward pass while the thread that called it sleeps, and the
 // other way round: one thread at a time. When the calling thread changes, the former one is looked
-// up in /proc: if it has ended or sleeps, it handed over; it gets 2 ms to fall asleep. A Python
+// up in /proc: if it has ended or sleeps, it handed over; it gets 100 ms to fall asleep. A Python
 // thread that waits for the interpreter lock sleeps too, but in a futex wait with a timeout, which
 // /proc/self/task/<id>/syscall shows: it will go on by itself, so that is no hand-over. Where the
 // kernel does not offer that file, a sleeping thread counts as having handed over.
