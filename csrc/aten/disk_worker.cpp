@@ -7,7 +7,7 @@
 
 #include <pthread.h>
 
-#include "csrc/aten/process_generation.h"
+#include "csrc/core/fork.h"
 #include "residency/core/errors.h"
 
 namespace residency {
@@ -62,7 +62,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::weak_ptr<DiskWorker> worker;
-  std::uint32_t generation = 0;
+  std::uint64_t generation = 0;
 };
 
 // Never destroyed: static objects of others may still use it while the process ends.
@@ -83,18 +83,18 @@ std::shared_ptr<DiskWorker> DiskWorker::shared() {
   Registry& shared = registry();
   const std::lock_guard lock(shared.mutex);
   auto worker = shared.worker.lock();
-  if (worker == nullptr || shared.generation != process_generation()) {
+  if (worker == nullptr || shared.generation != fork_generation()) {
     worker = std::make_shared<DiskWorker>();
     shared.worker = worker;
-    shared.generation = process_generation();
+    shared.generation = fork_generation();
   }
   return worker;
 }
 
-DiskWorker::DiskWorker() : state_(std::make_shared<State>()), generation_(process_generation()) {}
+DiskWorker::DiskWorker() : state_(std::make_shared<State>()), generation_(fork_generation()) {}
 
 DiskWorker::~DiskWorker() {
-  if (generation_ != process_generation()) {
+  if (generation_ != fork_generation()) {
     // The thread and whoever held the mutex stayed in the parent; the state is left as it is.
     new std::shared_ptr<State>(std::move(state_));
     return;
@@ -126,7 +126,7 @@ void DiskWorker::submit(Work work) {
 }
 
 void DiskWorker::release_and_join(std::shared_ptr<DiskWorker> worker) noexcept {
-  if (worker == nullptr || worker->generation_ != process_generation()) {
+  if (worker == nullptr || worker->generation_ != fork_generation()) {
     return;
   }
   std::thread thread;
@@ -150,10 +150,10 @@ void DiskWorker::release_and_join(std::shared_ptr<DiskWorker> worker) noexcept {
   }
 }
 
-DiskFence::DiskFence() : generation_(process_generation()) {}
+DiskFence::DiskFence() : generation_(fork_generation()) {}
 
 bool DiskFence::is_orphan() const noexcept {
-  return generation_ != process_generation() && Fence::poll() == FenceStatus::kPending;
+  return generation_ != fork_generation() && Fence::poll() == FenceStatus::kPending;
 }
 
 FenceStatus DiskFence::poll() const noexcept {

@@ -52,7 +52,7 @@ class DiskWorker {
  private:
   struct State;
   std::shared_ptr<State> state_;
-  std::uint32_t generation_;
+  std::uint64_t generation_;
 };
 
 /// The completion of a transfer by the disk thread. In a forked child, where that thread does not
@@ -66,7 +66,7 @@ class DiskFence final : public Fence {
 
  private:
   [[nodiscard]] bool is_orphan() const noexcept;
-  std::uint32_t generation_;
+  std::uint64_t generation_;
 };
 
 }  // namespace residency

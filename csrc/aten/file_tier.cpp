@@ -11,7 +11,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include "csrc/aten/process_generation.h"
+#include "csrc/core/fork.h"
 #include "residency/core/errors.h"
 
 namespace residency {
@@ -105,7 +105,7 @@ FileTier::FileTier(std::shared_ptr<SystemCalls> calls, const DiskTier& declarati
       location_(Location::disk(declaration.name)),
       fsync_(declaration.fsync),
       allow_ring_(allow_ring),
-      generation_(process_generation()),
+      generation_(fork_generation()),
       writer_(random_number()) {
   // Made absolute: what is there must be found again after a chdir.
   const std::string directory = std::filesystem::absolute(declaration.directory).string();
@@ -122,7 +122,7 @@ FileTier::~FileTier() {
 }
 
 bool FileTier::is_ours() const noexcept {
-  return generation_ == process_generation();
+  return generation_ == fork_generation();
 }
 
 void FileTier::refuse_in_forked_child() const {

@@ -110,7 +110,7 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   const Location location_;
   const bool fsync_;
   const bool allow_ring_;
-  const std::uint32_t generation_;
+  const std::uint64_t generation_;
   std::uint64_t writer_ = 0;
   std::int64_t block_bytes_ = 4096;
   std::string subdirectory_;

@@ -64,6 +64,14 @@ Verdict ManagerState::would_block(Verdict verdict) {
   return verdict;
 }
 
+/// Puts an action into the trace that has failed with the exception which is being handled.
+void ManagerState::append_failed(TransitionRecord& entry, const PlanName& plan) {
+  entry.failed = true;
+  entry.failure = describe(std::current_exception());
+  entry.host_end_ns = now_ns();
+  trace_.append(entry, nullptr, plan);
+}
+
 ActionReport ManagerState::apply(const ResidencyAction& action, const ActionOptions& options) {
   return perform(action, options, Phase::kExecute, nullptr);
 }
@@ -296,10 +304,7 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
         ledger_.account(each.to).used -= each.charge;
       }
     }
-    entry.failed = true;
-    entry.failure = describe(std::current_exception());
-    entry.host_end_ns = now_ns();
-    trace_.append(entry, nullptr, plan);
+    append_failed(entry, plan);
     throw;
   }
 
@@ -422,10 +427,7 @@ ActionReport ManagerState::carry_out_discard(Lock& lock, Trash& trash, ValueReco
   try {
     watches = watch_escapes(lock, record);
   } catch (...) {
-    entry.failed = true;
-    entry.failure = describe(std::current_exception());
-    entry.host_end_ns = now_ns();
-    trace_.append(entry, nullptr, plan);
+    append_failed(entry, plan);
     throw;
   }
   for (FencePtr& watch : watches) {

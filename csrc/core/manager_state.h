@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "fork.h"
 #include "ledger.h"
 #include "residency/core/errors.h"
 #include "residency/core/manager.h"
@@ -122,7 +123,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   void close(ScopeState& scope);
   void abandon(ScopeState& scope) noexcept;
 
-  // Guards (guards.cpp)
+  // Guards (lease.cpp, hold.cpp, reservation.cpp)
   [[nodiscard]] Lease acquire(std::span<const Handle> handles, Location at,
                               const AcquireOptions& options);
   [[nodiscard]] Lease borrow(std::span<const Handle> handles, Location at,
@@ -141,7 +142,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   /// Throws `ReentrancyError` inside the load of a source of this manager, on the same thread.
   void check_not_loading() const;
 
-  // The rest (manager_state.cpp)
+  // The rest (manager_state.cpp, waiting.cpp, closing.cpp, audit.cpp)
   void set_budget(Location location, std::optional<Bytes> budget);
   void reset_peaks();
   [[nodiscard]] std::vector<Location> locations();
@@ -224,7 +225,8 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
     FencePtr escape_watch;  // of the materialization given up
   };
 
-  // All of these are called under the mutex.
+  // All of these are called under the mutex. What settles, waits for or changes materializations is
+  // in settling.cpp, waiting.cpp and materializations.cpp.
   void check_open() const;
   void check_available(Location location) const;
   void check_not_managed(const std::vector<AddressRange>& ranges) const;
@@ -241,6 +243,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] ValueRecord* take_turn(Lock& lock, const Handle& handle);
   void end_turn(ValueRecord& record) noexcept;
   void wait_on(Lock& lock, const std::vector<FencePtr>& fences);
+  [[nodiscard]] std::vector<FencePtr> pending_work() const;
   [[nodiscard]] std::vector<FencePtr> fences_to_wait_for(const ValueRecord* record,
                                                          const Verdict& verdict) const;
   void admit(Lock& lock, Trash& trash, Location location, Bytes nbytes, bool may_block);
@@ -253,6 +256,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   void end_value(ValueRecord& record, Trash& trash);
   void mark_others_stale(ValueRecord& record, const Materialization* good);
   void run_releases(Lock& lock, std::vector<Release>& releases);
+  void append_failed(TransitionRecord& entry, const PlanName& plan);
 
   ActionReport perform(const ResidencyAction& action, const ActionOptions& options, Phase phase,
                        const PlanName& plan, bool pin = false);
@@ -312,7 +316,12 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] bool undo(const TransitionRecord& done, bool gave_up_stale, Phase phase,
                           const PlanName& plan);
 
+  [[nodiscard]] Lease lease_what_is_there(std::string_view call, std::span<const Handle> handles,
+                                          Location at, const AcquireOptions& options);
+  [[nodiscard]] bool lease_would_wait(const ValueRecord& record, const Verdict& verdict,
+                                      Location at, Access access) const;
   [[nodiscard]] std::unique_ptr<LeaseState> protect_for_lease(Lock& lock, Trash& trash,
+                                                              std::string_view call,
                                                               std::span<const Handle> handles,
                                                               Location at, Access access,
                                                               Turns& turns);
@@ -370,8 +379,9 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
 /// Steady clock, nanoseconds.
 [[nodiscard]] std::int64_t now_ns() noexcept;
 
-/// Counts forks that this process is the child of.
-[[nodiscard]] std::uint64_t fork_generation() noexcept;
+[[nodiscard]] inline bool is_pending(const FencePtr& fence) noexcept {
+  return fence && fence->poll() == FenceStatus::kPending;
+}
 
 inline bool ManagerState::is_forked() const noexcept {
   return fork_generation_ != residency::fork_generation();

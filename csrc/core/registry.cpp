@@ -26,7 +26,17 @@ struct Registry {
   std::vector<std::shared_ptr<ManagerState>> locked_for_fork;
 };
 
-std::atomic<std::uint64_t> g_fork_generation{0};
+Registry& registry();
+
+void unlock_after_fork() {
+  Registry& r = registry();
+  for (const auto& state : r.locked_for_fork) {
+    state->unlock_after_fork();
+  }
+  const auto released = std::move(r.locked_for_fork);
+  r.locked_for_fork.clear();
+  r.mutex.unlock();
+}
 
 Registry& registry() {
   static Registry& instance = *[] {
@@ -43,35 +53,13 @@ Registry& registry() {
             }
           }
         },
-        [] {
-          Registry& r = registry();
-          for (const auto& state : r.locked_for_fork) {
-            state->unlock_after_fork();
-          }
-          const auto released = std::move(r.locked_for_fork);
-          r.locked_for_fork.clear();
-          r.mutex.unlock();
-        },
-        [] {
-          Registry& r = registry();
-          g_fork_generation.fetch_add(1, std::memory_order_relaxed);
-          for (const auto& state : r.locked_for_fork) {
-            state->unlock_after_fork();
-          }
-          const auto released = std::move(r.locked_for_fork);
-          r.locked_for_fork.clear();
-          r.mutex.unlock();
-        });
+        unlock_after_fork, unlock_after_fork);
     return made;
   }();
   return instance;
 }
 
 }  // namespace
-
-std::uint64_t fork_generation() noexcept {
-  return g_fork_generation.load(std::memory_order_relaxed);
-}
 
 ManagerId next_manager_id() {
   static std::atomic<std::uint32_t> next{1};

@@ -159,10 +159,7 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
     try {
       watches = watch_escapes(lock, *record);
     } catch (...) {
-      entry.failed = true;
-      entry.failure = describe(std::current_exception());
-      entry.host_end_ns = now_ns();
-      trace_.append(entry, nullptr, nullptr);
+      append_failed(entry, nullptr);
       throw;
     }
     for (FencePtr& watch : watches) {

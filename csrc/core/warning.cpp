@@ -10,8 +10,6 @@
 #include <dlfcn.h>
 #include <execinfo.h>
 
-#include "residency/core/manager.h"
-
 namespace residency {
 namespace {
 

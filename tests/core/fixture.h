@@ -15,6 +15,7 @@
 
 #include "residency/core/errors.h"
 #include "residency/core/manager.h"
+#include "residency/core/warning.h"
 #include "tests/fake/fake_backend.h"
 
 namespace residency::test {

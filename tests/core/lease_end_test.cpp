@@ -455,6 +455,72 @@ TEST_F(BorrowOnTheWayTest, ThatMayNotBlockIsRefusedInstead) {
   lease.release();
 }
 
+TEST_F(BorrowOnTheWayTest, ThatMayNotBlockRefusesACopyThatTheHostWouldWaitFor) {
+  start();
+  const auto make_paths = [&](const std::vector<std::pair<Location, Location>>& paths,
+                              Access access, bool refuses) {
+    for (const auto& [from, to] : paths) {
+      SCOPED_TRACE(to_string(from) + " to " + to_string(to));
+      const Handle a = adopt(from.is_disk() ? kPageable : from, 100, kReplicable, kMutable);
+      if (from.is_disk()) {
+        manager->move(a, from);
+        backend->complete_all();
+      }
+      const Handle handles[] = {a};
+      const AcquireOptions given{.access = access, .may_block = false};
+      if (refuses) {
+        const auto num_copies = backend->num_calls(Call::kCopy);
+        refused<UnavailableError>([&] { manager->borrow(handles, to, given).release(); });
+        EXPECT_EQ(backend->num_calls(Call::kCopy), num_copies) << "nothing was begun";
+        EXPECT_EQ(places(a), std::vector{from});
+      } else {
+        manager->borrow(handles, to, given).release();
+        EXPECT_GT(backend->num_queued(), 0U) << "nobody waited";
+        backend->complete_all();
+      }
+    }
+  };
+  // The host reads where the lease is, or the copy can still fail.
+  make_paths({{kPinned, kPageable},
+              {kCuda0, kPinned},
+              {kCuda0, kPageable},
+              {kDisk, kPageable},
+              {kDisk, kCuda0},
+              {kPageable, kCuda0}},
+             Access::kRead, true);
+  make_paths({{kPinned, kCuda0}, {kCuda0, kCuda1}}, Access::kRead, false);
+  make_paths({{kPinned, kCuda0}, {kCuda0, kCuda1}}, Access::kWrite, true);
+}
+
+TEST_F(BorrowOnTheWayTest, ThatMayNotBlockTakesWhatIsThereOnlyWhenItIsReady) {
+  start();
+  const Handle a = adopt(kCuda0, 100, kReplicable, kMutable);
+  const Handle loaded = source(100);
+  const Handle handles[] = {a, loaded};
+  manager->ensure(a, kPinned);
+  const AcquireOptions impatient{.may_block = false};
+  const auto borrowed =
+      refused<UnavailableError>([&] { manager->borrow(handles, kPinned, impatient).release(); });
+  EXPECT_TRUE(places(loaded).empty()) << "nothing was loaded for nothing";
+  const Handle one[] = {a};
+  const auto acquired =
+      refused<UnavailableError>([&] { manager->acquire(one, kPinned, impatient).release(); });
+  EXPECT_EQ(std::string(acquired->what()).substr(0, 9), "acquire: ");
+  EXPECT_EQ(backend->num_queued(), 1U) << "nobody waited";
+  EXPECT_EQ(manager->snapshot().num_leases, 0U);
+  backend->complete_all();
+  manager->acquire(one, kPinned, impatient).release();
+
+  Lease reader = manager->acquire(one, kCuda0);
+  backend->launch_read({kCuda0, 0}, block(reader, a), seeds[a]);
+  reader.release();
+  const AcquireOptions writing{.access = Access::kWrite, .may_block = false};
+  refused<UnavailableError>([&] { manager->acquire(one, kCuda0, writing).release(); });
+  refused<UnavailableError>([&] { manager->borrow(one, kCuda0, writing).release(); });
+  backend->complete_all();
+  manager->borrow(one, kCuda0, writing).release();
+}
+
 TEST_F(BorrowOnTheWayTest, RefreshesAStaleOneAndCanWrite) {
   start();
   const Handle a = adopt(kPinned, 100, kReplicable, kMutable);

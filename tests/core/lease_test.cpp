@@ -70,7 +70,8 @@ TEST_F(LeaseTest, ViewIsMadeOnceAndGoesWithTheLease) {
   EXPECT_EQ(&lease.view(a), &view);
   EXPECT_EQ(backend->num_calls(Call::kOpenView), 1U);
   EXPECT_TRUE(block(lease, a).holds(seeds[a]));
-  EXPECT_THROW((void)lease.view(b), HandleError);
+  EXPECT_THROW((void)lease.view(b), std::invalid_argument) << "a good handle, of another value";
+  EXPECT_THROW((void)lease.view(Handle()), HandleError);
   lease.release();
   EXPECT_THROW((void)lease.view(a), LifetimeClosedError);
   EXPECT_EQ(lease.handles()[0], a);

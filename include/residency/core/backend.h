@@ -30,7 +30,8 @@ struct AddressRange {
 /// The memory (or file) of one materialization, as the backend keeps it. The core owns it through
 /// shared pointers, hands it back to the backend, and never looks at its bytes.
 ///
-/// Destroying the last reference frees the memory; the core never does that under its mutex.
+/// Its methods are pure queries, callable from several threads. Destroying the last reference frees
+/// the memory; the core never does that under its mutex.
 class RESIDENCY_API Block {
  public:
   Block() = default;
@@ -45,7 +46,8 @@ class RESIDENCY_API Block {
 };
 using BlockPtr = std::shared_ptr<Block>;
 
-/// What a lease shows of a block (for the torch backend: shallow copies of its tensors).
+/// What a lease shows of a block (for the torch backend: shallow copies of its tensors). The lease
+/// opens and ends it on one thread at a time; the backend says who may use it in between.
 class RESIDENCY_API View {
  public:
   View() = default;
@@ -130,7 +132,11 @@ class RESIDENCY_API Backend {
   /// caller's tensor, autograd), so that releasing it would not free it. Pure query.
   [[nodiscard]] virtual bool is_shared(const Block& block) const = 0;
 
-  /// Enqueues a copy into a new block at `request.to` (or into `request.overwrite`).
+  /// Enqueues a copy into a new block at `request.to` (or into `request.overwrite`), ordered behind
+  /// the fences of the request by the device or a worker: on asynchronous paths the host does not
+  /// wait. Throws when the memory cannot be had (`std::bad_alloc`, c10's out-of-memory error,
+  /// `StorageError`, `PageLockError`), when a file cannot be read back (`MaterializationError`) or
+  /// the device is lost (`DeviceLostError`); the source is then as it was.
   [[nodiscard]] virtual CopyResult copy(const CopyRequest& request) = 0;
   /// Calls `source.load()` and makes sure that the result is a block of this backend that is
   /// complete, is not shared, and lies at `at`; otherwise `MaterializationError`. The manager
@@ -156,9 +162,11 @@ class RESIDENCY_API Backend {
   /// What a lease shows of the block.
   [[nodiscard]] virtual std::unique_ptr<View> open_view(Block& block) = 0;
 
-  /// The stream that a lease at this device location uses when none is given.
+  /// The stream that a lease at this device location uses when none is given: the calling thread's
+  /// current one. Throws `std::invalid_argument` at a location without streams.
   [[nodiscard]] virtual Stream current_stream(Location location);
-  /// A fence behind all work enqueued on the stream so far. The host does not wait.
+  /// A fence behind all work enqueued on the stream so far. The host does not wait. Throws
+  /// `std::invalid_argument` at a location without streams, `DeviceLostError`.
   [[nodiscard]] virtual FencePtr record_use(const Stream& stream);
 
   /// Makes `nbytes` of real headroom at the location and holds it until the returned object dies;

@@ -26,15 +26,18 @@ struct AcquireOptions {
   /// The stream that uses the values; at a CUDA location it defaults to the caller's current
   /// stream, at a host location giving one is an argument error.
   std::optional<Stream> stream = std::nullopt;
-  bool may_block = true;  ///< borrow only: see ActionOptions
+  /// When false, `UnavailableError` instead of a wait on the host: for bytes that the host itself
+  /// is to use, for an arrival that can still fail, before a write for those who still read, and,
+  /// in `borrow`, as in ActionOptions. A `borrow` sees before it begins that it would come to this.
+  bool may_block = true;
 };
 
 /// The right to read (or write) materializations at one location. Nothing leased is moved or
 /// freed, and its addresses stay.
 ///
-/// Thread-safe, movable, not copyable; one that was moved from may only be
-/// destroyed, assigned to and asked whether it is active. Destroying an active lease releases it
-/// and warns.
+/// Thread-safe, movable, not copyable; one that was moved from may only be destroyed, assigned to,
+/// released (which does nothing) and asked whether it is active. Destroying an active lease
+/// releases it and warns.
 class RESIDENCY_API Lease {
  public:
   Lease(Lease&&) noexcept;
@@ -50,8 +53,8 @@ class RESIDENCY_API Lease {
   [[nodiscard]] const PlanReport& transitions() const noexcept;
 
   /// What the backend shows of the value: made at the first call, the same object afterwards,
-  /// gone with the lease. Throws `HandleError` for a value that is not in the lease and
-  /// `LifetimeClosedError` after release.
+  /// gone with the lease. Throws `std::invalid_argument` for a value that is not in the lease,
+  /// `HandleError` for one of another manager, and `LifetimeClosedError` after release.
   [[nodiscard]] View& view(const Handle& handle) const;
 
   /// Makes another stream wait for the values and count as their user.
@@ -71,9 +74,9 @@ class RESIDENCY_API Lease {
 
 /// Keeps materializations from being removed without giving access.
 ///
-/// Thread-safe, movable, not copyable; one that was moved from may only be
-/// destroyed, assigned to and asked whether it is active. Destroying an active hold releases it and
-/// warns.
+/// Thread-safe, movable, not copyable; one that was moved from may only be destroyed, assigned to,
+/// released (which does nothing) and asked whether it is active. Destroying an active hold releases
+/// it and warns.
 class RESIDENCY_API Hold {
  public:
   Hold(Hold&&) noexcept;

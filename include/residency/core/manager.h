@@ -115,12 +115,15 @@ class RESIDENCY_API Manager {
   PlanReport with(ResidencyPlan plan, const std::function<void(Scope&)>& body,
                   ScopeOptions options = {}, std::exception_ptr* exit_error = nullptr);
 
-  /// Borrows what is there; never loads or copies. All or none, duplicates collapse. Throws
-  /// `std::invalid_argument` for an empty list, `UnavailableError` for what is not there,
-  /// `InUseError` against a write lease.
+  /// Borrows what is there; never loads or copies. All or none, duplicates collapse. At a host
+  /// location the host waits until the bytes are there; at a device the consumer's stream does,
+  /// and the host only for an arrival that can still fail and, before a write, for other uses.
+  /// Throws `std::invalid_argument` for an empty list or a disk, `UnavailableError` for what is not
+  /// there, `InUseError` against a write lease, `TransferError` for an arrival that has failed.
   [[nodiscard]] Lease acquire(std::span<const Handle> handles, Location at,
                               const AcquireOptions& options = {});
-  /// Ensure and acquire as one step, all or none, protected before anyone else can evict.
+  /// Ensure and acquire as one step, all or none, protected before anyone else can evict. Waits as
+  /// `acquire` does. Throws as both do, with what was brought here taken back.
   [[nodiscard]] Lease borrow(std::span<const Handle> handles, Location at,
                              const AcquireOptions& options = {});
   /// Protects materializations from being given up, without using them: no stream, no lease. All
@@ -155,9 +158,9 @@ class RESIDENCY_API Manager {
   void synchronize();
 
   /// Throws `InUseError` with the counts while leases, holds, reservations or scopes are left, or
-  /// while a must-preserve value's only copy is on disk; `force` ends them all. Idempotent. With
-  /// `wait` the host waits for what is in flight; a transfer that fails then is in the trace, and
-  /// nobody is owed its error any more.
+  /// while a must-preserve value's only copy is on disk; `force` ends them all. Idempotent. The
+  /// calls of other threads are let end first, always. With `wait` the host also waits for what is
+  /// in flight; a transfer that fails then is in the trace, and nobody is owed its error any more.
   void close(const CloseOptions& options = {});
 
   /// Recounts the ledger from the values and throws `std::logic_error` with every difference. For
@@ -168,10 +171,5 @@ class RESIDENCY_API Manager {
   explicit Manager(std::shared_ptr<ManagerState> state) noexcept;
   std::shared_ptr<ManagerState> state_;
 };
-
-/// Receives warnings about guards that were destroyed while active, and about errors that could
-/// not be thrown. Null restores the default, which writes one line to standard error. Must not
-/// throw. Thread-safe.
-RESIDENCY_API void set_warning_handler(std::function<void(std::string_view)> handler);
 
 }  // namespace residency

@@ -48,7 +48,8 @@ struct TransitionRecord {
   [[nodiscard]] bool no_op() const noexcept { return outcome_of(reason) == Outcome::kNoOp; }
 };
 
-/// The outcome of a direct `ensure`, `move`, `drop` or `discard`.
+/// The outcome of a direct `ensure`, `move`, `drop` or `discard`. A value: const methods may be
+/// called from several threads; it may outlive its manager.
 class RESIDENCY_API ActionReport {
  public:
   ActionReport() = default;
@@ -81,7 +82,8 @@ struct ReservationUse {
   std::optional<Bytes> peak_used;  ///< what was really used of it, where it can be measured
 };
 
-/// The outcome of `execute`, or of a scope: one entry per action, in the order of execution.
+/// The outcome of `execute`, or of a scope: one entry per action, in the order of execution. A
+/// value, as ActionReport is.
 class RESIDENCY_API PlanReport {
  public:
   [[nodiscard]] const std::string& plan() const noexcept { return plan_; }

@@ -5,14 +5,11 @@
 
 #include <fmt/format.h>
 
+#include "guard.h"
 #include "manager_state.h"
 #include "planner.h"
-#include "warning.h"
 
 namespace residency {
-
-// --- Leases
-
 namespace {
 
 void check_lease_arguments(std::string_view call, std::span<const Handle> handles, Location at,
@@ -96,6 +93,7 @@ std::vector<ValueRecord*> ManagerState::resolve_all(Lock& lock, Trash& trash,
 }
 
 std::unique_ptr<LeaseState> ManagerState::protect_for_lease(Lock& lock, Trash& trash,
+                                                            std::string_view call,
                                                             std::span<const Handle> handles,
                                                             Location at, Access access,
                                                             Turns& turns) {
@@ -112,10 +110,10 @@ std::unique_ptr<LeaseState> ManagerState::protect_for_lease(Lock& lock, Trash& t
     Materialization* materialization = record.find(at);
     if (materialization == nullptr || materialization->stale) {
       throw UnavailableError(fmt::format(
-          "acquire: {} has no {}materialization at {}; ensure it there first, or borrow it",
+          "{}: {} has no {}materialization at {}; ensure it there first, or borrow it", call,
           to_string(lease->handles[i]), materialization != nullptr ? "good " : "", to_string(at)));
     }
-    check_access("acquire", record, lease->handles[i], access);
+    check_access(call, record, lease->handles[i], access);
     lease->values[i].record = &record;
     lease->values[i].materialization = materialization;
     lease->values[i].block = materialization->block;
@@ -147,13 +145,18 @@ Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
                             const AcquireOptions& options) {
   check_not_loading();
   check_lease_arguments("acquire", handles, at, options);
+  return lease_what_is_there("acquire", handles, at, options);
+}
+
+Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const Handle> handles,
+                                        Location at, const AcquireOptions& options) {
   Trash trash;
   std::unique_ptr<LeaseState> lease;
   Lock lock(mutex_);
   check_open();
   check_available(at);
   Turns turns(*this);
-  lease = protect_for_lease(lock, trash, handles, at, options.access, turns);
+  lease = protect_for_lease(lock, trash, call, handles, at, options.access, turns);
   // The host waits at host locations, for arrivals that may fail, and before a write for whoever
   // still reads the bytes; everything else is left to the consumer's stream.
   std::vector<FencePtr> host_waits;
@@ -176,13 +179,18 @@ Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
   std::size_t num_begun = 0;
   std::optional<Stream> stream;
   try {
+    if (!options.may_block && std::ranges::any_of(host_waits, is_pending)) {
+      throw UnavailableError(fmt::format(
+          "{}: not all of it is ready at {}, and it may not wait there (may_block = false)", call,
+          to_string(at)));
+    }
     if (!host_waits.empty()) {
       wait_on(lock, host_waits);
     }
     for (const FencePtr& fence : host_waits) {
       if (fence->poll() == FenceStatus::kFailed) {
         throw UnavailableError(  // replaced by its own error below, unless another call was told it
-            fmt::format("acquire: a transfer to {} failed", to_string(at)));
+            fmt::format("{}: a transfer to {} failed", call, to_string(at)));
       }
     }
     // What is written from now on has a fence of its own, which no arrival may clear.
@@ -240,6 +248,26 @@ Lease ManagerState::acquire(std::span<const Handle> handles, Location at,
   std::rethrow_exception(failure);
 }
 
+/// Whether the host has to wait for a lease of what an ensure brings: it uses the bytes itself,
+/// writes over what is still read, or the arrival can fail.
+bool ManagerState::lease_would_wait(const ValueRecord& record, const Verdict& verdict, Location at,
+                                    Access access) const {
+  const bool waits_for_all = !at.is_cuda() || access == Access::kWrite;
+  const std::span transitions(verdict.transitions.data(), verdict.num_transitions);
+  const Materialization* there = record.find(at);
+  if (there != nullptr && verdict.no_op()) {
+    bool pending = there->is_uncertain() && is_pending(there->ready());
+    if (access == Access::kWrite) {
+      there->for_each_pending([&](const FencePtr&) { pending = true; });
+    }
+    return pending || (waits_for_all && is_pending(there->ready()));
+  }
+  return std::ranges::any_of(transitions, [&](const Transition& each) {
+    return (each.kind == TransitionKind::kCopy || each.kind == TransitionKind::kRefresh) &&
+           (waits_for_all || can_fail_later(backend_->path(each.from, each.to)));
+  });
+}
+
 Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
                            const AcquireOptions& options) {
   check_not_loading();
@@ -271,16 +299,22 @@ Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
     const Lock lock(mutex_);
     check_open();
     settle(trash);
+    // Whatever can be refused is, before anything is brought here for nothing.
     World world(values_, ledger_, *backend_, options_);
+    Explanation explanation;
     const Simulated simulated =
-        simulate(world, Phase::kExecute, ensures, nullptr, options.may_block);
+        simulate(world, Phase::kExecute, ensures, &explanation, options.may_block);
     if (!simulated.feasible) {
       throw_refusal(simulated.verdict, handle_of(ensures[simulated.index]),
                     to_string(ensures[simulated.index]));
     }
-    for (const ResidencyAction& ensure : ensures) {  // before anything is brought here for nothing
-      const Handle& handle = handle_of(ensure);
-      check_access("borrow", *values_.find(handle).record, handle, options.access);
+    for (const ExplainedAction& each : explanation.actions) {
+      const Handle& handle = handle_of(each.action);
+      const ValueRecord& record = *values_.find(handle).record;
+      check_access("borrow", record, handle, options.access);
+      if (!options.may_block && lease_would_wait(record, each.verdict, at, options.access)) {
+        throw_refusal(would_block(each.verdict), handle, to_string(each.action));
+      }
     }
   }
   try {
@@ -289,7 +323,7 @@ Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
           perform(ensure, {.may_block = options.may_block}, Phase::kExecute, name, /*pin=*/true));
       pinned.push_back(handle_of(ensure));
     }
-    Lease lease = acquire(handles, at, options);
+    Lease lease = lease_what_is_there("borrow", handles, at, options);
     lease.state_->transitions = std::move(report);
     unpin();
     return lease;
@@ -325,7 +359,12 @@ View& ManagerState::view(LeaseState& lease, const Handle& handle) {
     throw LifetimeClosedError(
         fmt::format("the lease at {} has been released", to_string(lease.location)));
   }
-  throw HandleError(handle, Reason::kUnknownHandle, id_);
+  if (handle.manager() != id_) {
+    throw HandleError(handle, Reason::kForeignHandle, id_);
+  }
+  throw std::invalid_argument(
+      fmt::format("view: {} is not among the {} value(s) of the lease at {}", to_string(handle),
+                  count, to_string(lease.location)));
 }
 
 void ManagerState::add_stream(LeaseState& lease, const Stream& stream) {
@@ -474,180 +513,12 @@ void ManagerState::keep(std::unique_ptr<LeaseState> lease) noexcept {
   }
 }
 
-// --- Holds
-
-Hold ManagerState::hold(std::span<const Handle> handles, Location at) {
-  check_not_loading();
-  if (handles.empty()) {
-    throw std::invalid_argument("hold: the list of handles is empty");
-  }
-  auto hold = std::make_unique<HoldState>();
-  hold->manager = shared_from_this();
-  hold->location = at;
-  Trash trash;
-  Lock lock(mutex_);
-  check_open();
-  check_available(at);
-  settle(trash);
-  Turns turns(*this);
-  const std::vector<ValueRecord*> records = resolve_all(lock, trash, handles, hold->handles, turns);
-  while (true) {
-    hold->materializations.clear();
-    std::vector<FencePtr> uncertain;
-    for (std::size_t i = 0; i < records.size(); ++i) {
-      Materialization* materialization = records[i]->find(at);
-      if (materialization == nullptr || materialization->stale) {
-        throw UnavailableError(fmt::format("hold: {} has no good materialization at {}",
-                                           to_string(hold->handles[i]), to_string(at)));
-      }
-      if (materialization->is_uncertain()) {
-        uncertain.push_back(materialization->ready());
-      }
-      hold->materializations.push_back(materialization);
-    }
-    if (uncertain.empty()) {
-      break;
-    }
-    for (ValueRecord* record : records) {
-      turns.take_idle(*record);
-    }
-    wait_on(lock, uncertain);  // what may still fail to arrive cannot be kept
-    check_open();
-    for (std::size_t i = 0; i < records.size(); ++i) {
-      settle(trash, records[i]);
-      throw_failure_of(*records[i], hold->handles[i]);
-    }
-  }
-  for (Materialization* each : hold->materializations) {
-    ++each->num_holds;
-  }
-  ++num_holds_;
-  ++version_;
-  return Hold(std::move(hold));
-}
-
-void ManagerState::release(HoldState& hold) {
-  if (hold.ended.exchange(true, std::memory_order_acq_rel)) {
-    return;
-  }
-  const Lock lock(mutex_);
-  if (closed()) {
-    return;
-  }
-  for (Materialization* each : hold.materializations) {
-    --each->num_holds;
-  }
-  --num_holds_;
-  ++version_;
-}
-
-// --- Reservations
-
-Reservation ManagerState::reserve(MemoryReservation reservation, bool require_physical,
-                                  bool may_block) {
-  check_not_loading();
-  if (reservation.label.empty()) {
-    throw std::invalid_argument("reserve: the label is empty");
-  }
-  auto state = std::make_unique<ReservationState>();
-  state->manager = shared_from_this();
-  state->fields = reservation;
-  Trash trash;
-  Lock lock(mutex_);
-  check_open();
-  check_available(reservation.location);
-  admit(lock, trash, reservation.location, reservation.nbytes, may_block);
-  ledger_.account(reservation.location).reserve(reservation.nbytes);
-  std::shared_ptr<void> headroom;
-  try {
-    const Unlocked unlocked(*this, lock);
-    headroom = backend_->make_headroom(reservation.location, reservation.nbytes, reservation.label);
-    if (!headroom && require_physical) {
-      throw HeadroomError(
-          reservation.location, reservation.nbytes, std::nullopt, std::nullopt,
-          fmt::format("reservation '{}' of {} B at {} can only be accounted: nothing here can make "
-                      "it physical; install the allocator plugin or do without require_physical",
-                      reservation.label, reservation.nbytes.count(),
-                      to_string(reservation.location)));
-    }
-  } catch (...) {
-    ledger_.account(reservation.location).reserved -= reservation.nbytes;
-    throw;
-  }
-  state->number = next_reservation_++;
-  state->physical = headroom != nullptr;
-  ledger_.list(reservation.location);
-  reservations_.emplace(state->number,
-                        OpenReservation{std::move(reservation), std::move(headroom)});
-  ++version_;
-  return Reservation(std::move(state));
-}
-
-void ManagerState::release(ReservationState& reservation) {
-  if (reservation.ended.exchange(true, std::memory_order_acq_rel)) {
-    return;
-  }
-  std::shared_ptr<void> headroom;  // given back with the mutex open
-  const Lock lock(mutex_);
-  const auto open = reservations_.find(reservation.number);
-  if (open == reservations_.end()) {
-    return;  // a forced close has ended it
-  }
-  headroom = std::move(open->second.headroom);
-  ledger_.account(open->second.fields.location).reserved -= open->second.fields.nbytes;
-  reservations_.erase(open);
-  ++version_;
-}
-
-// --- The public faces
-
-namespace {
-
-template <class State>
-bool is_active(const std::unique_ptr<State>& state) noexcept {
-  return state && !state->ended.load(std::memory_order_acquire) && !state->manager->closed();
-}
+// --- The public face
 
 std::string in_words(const LeaseState& lease) {
   return fmt::format("a lease of {} value(s) at {}", lease.handles.size(),
                      to_string(lease.location));
 }
-std::string in_words(const HoldState& hold) {
-  return fmt::format("a hold of {} value(s) at {}", hold.handles.size(), to_string(hold.location));
-}
-std::string in_words(const ReservationState& reservation) {
-  return "reservation '" + reservation.fields.label + "'";
-}
-
-/// Releases what a guard still has, in a destructor: never throws, never waits.
-template <class State>
-void abandon(const std::unique_ptr<State>& state) noexcept {
-  if (!is_active(state)) {
-    return;
-  }
-  std::exception_ptr failure;
-  try {
-    if constexpr (std::is_same_v<State, LeaseState>) {
-      state->manager->release(*state, false);
-    } else {
-      state->manager->release(*state);
-    }
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  try {
-    const std::string_view outcome =
-        !failure              ? "it has been released. Release it explicitly"
-        : state->ended.load() ? "it has been released: "
-                              : "it could not be released and is kept until the manager closes: ";
-    warn(fmt::format("{} was destroyed while active; {}{}", in_words(*state), outcome,
-                     failure ? describe(failure) : ""));
-  } catch (...) {
-    // No memory for a warning.
-  }
-}
-
-}  // namespace
 
 Lease::Lease(std::unique_ptr<LeaseState> state) noexcept : state_(std::move(state)) {}
 Lease::Lease(Lease&&) noexcept = default;
@@ -657,7 +528,7 @@ Lease& Lease::operator=(Lease&& other) noexcept {
   return *this;
 }
 Lease::~Lease() {
-  abandon(state_);
+  abandon_guard(state_, /*wait=*/false);
   if (active()) {
     const std::shared_ptr<ManagerState> manager = state_->manager;
     manager->keep(std::move(state_));
@@ -685,74 +556,8 @@ View& Lease::view(const Handle& handle) const {
 void Lease::add_stream(const Stream& stream) {
   state_->manager->add_stream(*state_, stream);
 }
-// Destructors release without this check: they cannot refuse.
 void Lease::release(bool wait) {
-  if (!state_) {
-    return;
-  }
-  if (active()) {
-    state_->manager->check_not_loading();
-  }
-  state_->manager->release(*state_, wait);
-}
-
-Hold::Hold(std::unique_ptr<HoldState> state) noexcept : state_(std::move(state)) {}
-Hold::Hold(Hold&&) noexcept = default;
-Hold& Hold::operator=(Hold&& other) noexcept {
-  const Hold ended(std::move(*this));
-  state_ = std::move(other.state_);
-  return *this;
-}
-Hold::~Hold() {
-  abandon(state_);
-}
-std::span<const Handle> Hold::handles() const noexcept {
-  return state_->handles;
-}
-Location Hold::location() const noexcept {
-  return state_->location;
-}
-bool Hold::active() const noexcept {
-  return is_active(state_);
-}
-void Hold::release() {
-  if (!state_) {
-    return;
-  }
-  if (active()) {
-    state_->manager->check_not_loading();
-  }
-  state_->manager->release(*state_);
-}
-
-Reservation::Reservation(std::unique_ptr<ReservationState> state) noexcept
-    : state_(std::move(state)) {}
-Reservation::Reservation(Reservation&&) noexcept = default;
-Reservation& Reservation::operator=(Reservation&& other) noexcept {
-  const Reservation ended(std::move(*this));
-  state_ = std::move(other.state_);
-  return *this;
-}
-Reservation::~Reservation() {
-  abandon(state_);
-}
-const MemoryReservation& Reservation::fields() const noexcept {
-  return state_->fields;
-}
-bool Reservation::active() const noexcept {
-  return is_active(state_);
-}
-bool Reservation::physical() const noexcept {
-  return state_->physical;
-}
-void Reservation::release() {
-  if (!state_) {
-    return;
-  }
-  if (active()) {
-    state_->manager->check_not_loading();
-  }
-  state_->manager->release(*state_);
+  release_guard(state_, wait);
 }
 
 }  // namespace residency

@@ -1,0 +1,176 @@
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "manager_state.h"
+#include "warning.h"
+
+namespace residency {
+
+void ManagerState::close(const CloseOptions& options) {
+  check_not_loading();
+  Trash trash;
+  Lock lock(mutex_);
+  if (closed()) {
+    if (options.wait && !is_forked()) {  // another thread may be at it
+      all_locked_.wait(lock, [&] { return torn_down_ && num_unlocked_ == 0; });
+    }
+    return;
+  }
+  settle(trash);
+  if (!options.force) {
+    std::uint32_t num_only_on_disk = 0;
+    values_.for_each([&](const ValueRecord& record) {
+      bool on_disk = false;
+      bool elsewhere = record.can_be_made_again() || record.discarded;
+      for (const Materialization* each = record.first.get(); each != nullptr;
+           each = each->next.get()) {
+        (each->location.is_disk() ? on_disk : elsewhere) |= !each->stale;
+      }
+      num_only_on_disk += on_disk && !elsewhere ? 1U : 0U;
+    });
+    const auto num_reservations = static_cast<std::uint32_t>(reservations_.size());
+    if (num_leases_ + num_holds_ + num_scopes_ + num_reservations + num_only_on_disk != 0) {
+      InUseError error(
+          {.num_leases = num_leases_, .num_holds = num_holds_, .num_pending = 0},
+          fmt::format("manager {} cannot close: {} lease(s), {} hold(s), {} reservation(s), {} "
+                      "scope(s) are open and {} value(s) that nothing can make again are only on "
+                      "disk; end them, take the values, or force",
+                      static_cast<std::uint32_t>(id_), num_leases_, num_holds_, num_reservations,
+                      num_scopes_, num_only_on_disk));
+      error.num_reservations = num_reservations;
+      error.num_scopes = num_scopes_;
+      error.num_only_on_disk = num_only_on_disk;
+      throw error;
+    }
+  }
+  const std::vector<CutShort> leases = leases_cut_short();
+  closed_.store(true, std::memory_order_release);
+  if (!is_forked()) {
+    all_locked_.wait(lock, [&] { return num_unlocked_ == 0; });
+    record_last_uses(lock, leases);
+  }
+  if (options.wait && !is_forked()) {
+    const std::vector<FencePtr> fences = pending_work();
+    {
+      const Unlocked unlocked(*this, lock);
+      for (const FencePtr& fence : fences) {
+        fence->wait();
+      }
+    }
+    settle(trash);
+  }
+  tear_down(lock, options.wait);
+}
+
+/// What is under way on other threads, through leases and scopes that outlive the manager, ends
+/// first; the last of them takes the state down with it, in its destructor.
+void ManagerState::close_without_waiting() noexcept {
+  Lock lock(mutex_);
+  if (closed()) {
+    return;
+  }
+  const std::vector<CutShort> leases = leases_cut_short();
+  closed_.store(true, std::memory_order_release);
+  if (!is_forked()) {
+    record_last_uses(lock, leases);
+  }
+  if (num_unlocked_ == 0) {
+    tear_down(lock, false);
+  }
+}
+
+/// Before the manager counts as closed: from then on a lease may be destroyed at any time.
+std::vector<ManagerState::CutShort> ManagerState::leases_cut_short() const {
+  std::vector<CutShort> found;
+  for (const LeaseState* lease : leases_) {
+    CutShort& each = found.emplace_back();
+    each.streams = lease->streams;
+    for (const LeasedValue& value : lease->values) {
+      each.materializations.push_back(value.materialization);
+    }
+  }
+  return found;
+}
+
+void ManagerState::record_last_uses(Lock& lock, const std::vector<CutShort>& leases) noexcept {
+  std::vector<std::pair<Stream, FencePtr>> uses;
+  {
+    const Unlocked unlocked(*this, lock);
+    for (const CutShort& lease : leases) {
+      for (const Stream& stream : lease.streams) {
+        if (std::ranges::find(uses, stream, &std::pair<Stream, FencePtr>::first) != uses.end()) {
+          continue;
+        }
+        try {
+          uses.emplace_back(stream, backend_->record_use(stream));
+        } catch (...) {
+          warn("closing: a last use could not be recorded: " + describe(std::current_exception()));
+        }
+      }
+    }
+  }
+  for (const CutShort& lease : leases) {
+    for (const auto& [stream, fence] : uses) {
+      if (std::ranges::find(lease.streams, stream) != lease.streams.end()) {
+        for (Materialization* each : lease.materializations) {
+          each->add_last_use(fence);
+        }
+      }
+    }
+  }
+  leases_.clear();
+}
+
+void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
+  // Records stay until the state dies: threads that waited for a turn still look at them.
+  torn_down_ = true;
+  Trash trash;
+  std::vector<Release> releases;
+  values_.for_each([&](ValueRecord& record) {
+    while (record.first) {
+      give_up(values_.handle_of(record), detach(record, record.first->location), nullptr, releases);
+    }
+    if (!record.discarded) {
+      end_value(record, trash);
+    }
+  });
+  for (Arrival& each : arrivals_) {
+    BlockPtr retained = each.fence->take_retained();  // fences live on in reports
+    std::vector<FencePtr> after = {each.fence};
+    if (each.departing) {
+      each.departing->for_each_pending([&](const FencePtr& fence) { after.push_back(fence); });
+      if (each.departing->block) {
+        trash.objects.push_back(std::exchange(retained, std::move(each.departing->block)));
+      }
+    }
+    if (retained) {
+      releases.push_back({std::move(retained), std::move(after)});
+    }
+  }
+  for (Retiring& each : retiring_) {
+    if (each.block) {
+      releases.push_back({std::move(each.block), std::move(each.until)});
+    }
+  }
+  auto arrivals = std::exchange(arrivals_, {});
+  auto reservations = std::exchange(reservations_, {});
+  auto retiring = std::exchange(retiring_, {});
+  auto escaped = std::exchange(escaped_, {});
+  auto failures = std::exchange(failures_, {});
+  auto orphans = std::exchange(orphans_, {});
+  const Unlocked unlocked(*this, lock);
+  orphans.clear();  // and their views, before the blocks
+  for (Release& each : releases) {
+    backend_->release(std::move(each.block), std::move(each.after));
+  }
+  arrivals.clear();
+  retiring.clear();
+  reservations.clear();
+  trash.objects.clear();
+  trash.materializations.clear();
+  backend_->close(wait);
+}
+
+}  // namespace residency

@@ -1,0 +1,22 @@
+#include "fork.h"
+
+#include <atomic>
+
+#include <pthread.h>
+
+namespace residency {
+namespace {
+
+std::atomic<std::uint64_t> g_generation{0};
+
+// At load: the registry's handler in the child, which comes later, already finds the new number.
+[[maybe_unused]] const int registered =
+    pthread_atfork(nullptr, nullptr, [] { g_generation.fetch_add(1, std::memory_order_relaxed); });
+
+}  // namespace
+
+std::uint64_t fork_generation() noexcept {
+  return g_generation.load(std::memory_order_relaxed);
+}
+
+}  // namespace residency

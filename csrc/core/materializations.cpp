@@ -1,0 +1,132 @@
+#include <algorithm>
+#include <utility>
+
+#include "manager_state.h"
+
+namespace residency {
+
+/// Returns where it stands until it is detached.
+Materialization* ManagerState::attach(ValueRecord& record, MaterializationPtr materialization) {
+  register_ranges(*materialization);
+  if (Materialization& slot = record.slot_for_first; !slot.in_slot) {
+    slot = std::move(*materialization);
+    slot.in_slot = true;
+    materialization.reset(&slot);
+  }
+  // In the order of locations, so that equal states look equal.
+  MaterializationPtr* place = &record.first;
+  while (*place != nullptr && (*place)->location < materialization->location) {
+    place = &(*place)->next;
+  }
+  materialization->next = std::move(*place);
+  *place = std::move(materialization);
+  return place->get();
+}
+
+MaterializationPtr ManagerState::detach(ValueRecord& record, Location location) {
+  MaterializationPtr* place = &record.first;
+  while (*place != nullptr && (*place)->location != location) {
+    place = &(*place)->next;
+  }
+  MaterializationPtr detached = std::move(*place);
+  if (!detached) {
+    return detached;
+  }
+  *place = std::move(detached->next);
+  if (detached->in_slot) {  // the slot is the record's: what is detached outlives that
+    MaterializationPtr moved(new Materialization(std::move(*detached)));
+    moved->in_slot = false;
+    detached = std::move(moved);
+  }
+  unregister_ranges(*detached);
+  return detached;
+}
+
+void ManagerState::register_ranges(const Materialization& materialization) {
+  if (materialization.ranges) {
+    for (const AddressRange& range : *materialization.ranges) {
+      managed_ranges_.emplace(range.begin, range.end);
+    }
+  }
+}
+
+void ManagerState::unregister_ranges(const Materialization& materialization) {
+  if (materialization.ranges) {
+    for (const AddressRange& range : *materialization.ranges) {
+      const auto [first, last] = managed_ranges_.equal_range(range.begin);
+      const auto found =
+          std::find_if(first, last, [&](const auto& each) { return each.second == range.end; });
+      managed_ranges_.erase(found);
+    }
+  }
+}
+
+void ManagerState::give_up(const Handle& handle, MaterializationPtr given_up, FencePtr escape_watch,
+                           std::vector<Release>& releases) {
+  std::vector<FencePtr> after;
+  given_up->for_each_pending([&](const FencePtr& fence) { after.push_back(fence); });
+  Account& account = ledger_.account(given_up->location);
+  if (escape_watch) {
+    account.escaped += given_up->charge;
+    escaped_.push_back({handle, given_up->location, given_up->charge, std::move(escape_watch),
+                        given_up->ranges ? *given_up->ranges : std::vector<AddressRange>()});
+  } else {
+    account.used -= given_up->charge;
+    if (!after.empty()) {
+      // Memory that is reused in device order is free already, but something is still in flight,
+      // which `synchronize` waits for.
+      const bool reused = backend_->reuses_in_device_order(given_up->location);
+      const Bytes bytes = reused ? Bytes() : given_up->charge;
+      account.retiring += bytes;
+      retiring_.push_back({given_up->location, bytes, after});
+    }
+  }
+  releases.push_back({std::move(given_up->block), std::move(after)});
+}
+
+/// The escaped memory that is exactly this, if any.
+std::vector<ManagerState::Escaped>::iterator ManagerState::find_escaped(
+    Location at, const std::vector<AddressRange>& ranges) {
+  return ranges.empty() ? escaped_.end() : std::ranges::find_if(escaped_, [&](const Escaped& each) {
+    return each.location == at && each.ranges == ranges;
+  });
+}
+
+/// One entry for each materialization, in their order; null where nobody shares it.
+std::vector<FencePtr> ManagerState::watch_escapes(Lock& lock, const ValueRecord& record) {
+  std::vector<FencePtr> watches;
+  const Unlocked unlocked(*this, lock);
+  for (const Materialization* each = record.first.get(); each != nullptr; each = each->next.get()) {
+    watches.push_back(backend_->watch_escape(*each->block));
+  }
+  return watches;
+}
+
+void ManagerState::end_value(ValueRecord& record, Trash& trash) {
+  record.discarded = true;
+  trash.objects.push_back(std::move(record.source));
+  trash.objects.push_back(std::move(record.spec.layout));
+  record.source = nullptr;
+  record.spec.layout = nullptr;
+}
+
+void ManagerState::mark_others_stale(ValueRecord& record, const Materialization* good) {
+  ++record.content_epoch;
+  record.dirty = record.source != nullptr;
+  for (Materialization* each = record.first.get(); each != nullptr; each = each->next.get()) {
+    each->stale = each != good;
+  }
+}
+
+void ManagerState::run_releases(Lock& lock, std::vector<Release>& releases) {
+  if (releases.empty()) {
+    return;
+  }
+  const Unlocked unlocked(*this, lock);
+  for (Release& each : releases) {
+    backend_->release(std::move(each.block), std::move(each.after));
+  }
+  releases.clear();
+}
+
+}  // namespace residency
