@@ -150,7 +150,7 @@ void FileTier::sweep(const std::string& directory) {
     if (!name.starts_with(kPrefix)) {
       continue;
     }
-    const std::string subdirectory = directory + "/" + name;
+    const std::string subdirectory = fmt::format("{}/{}", directory, name);
     const std::string lock_path = fmt::format("{}/{}", subdirectory, kLockName);
     const int lock = calls_->open(lock_path, O_RDWR, 0);
     if (lock == -ENOENT) {
@@ -216,7 +216,7 @@ void FileTier::remove_files(const std::string& subdirectory) noexcept {
                           [](const std::string& name) { return name != kLockName; });
     for (const std::string& name : names) {
       if (is_our_file(name)) {
-        static_cast<void>(calls_->unlink(subdirectory + "/" + name));
+        static_cast<void>(calls_->unlink(fmt::format("{}/{}", subdirectory, name)));
       }
     }
     static_cast<void>(calls_->rmdir(subdirectory));

@@ -10,7 +10,7 @@ namespace {
 std::atomic<std::uint64_t> g_generation{0};
 
 // At load: the registry's handler in the child, which comes later, already finds the new number.
-[[maybe_unused]] const int registered =
+[[maybe_unused]] const int kRegistered =
     pthread_atfork(nullptr, nullptr, [] { g_generation.fetch_add(1, std::memory_order_relaxed); });
 
 }  // namespace

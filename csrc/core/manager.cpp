@@ -16,7 +16,7 @@ std::shared_ptr<Manager> Manager::create(ManagerOptions options, std::shared_ptr
     throw std::invalid_argument("Manager::create: the backend is null");
   }
   const ManagerId id = next_manager_id();
-  const std::shared_ptr<Manager> manager(
+  std::shared_ptr<Manager> manager(
       new Manager(std::make_shared<ManagerState>(id, std::move(options), std::move(backend))));
   register_manager(id, manager, manager->state_);
   return manager;

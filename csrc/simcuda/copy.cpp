@@ -13,7 +13,7 @@ namespace {
 
 // A pageable source of at most so many bytes is copied to a staging buffer of the driver, and the
 // call returns (CUDA Driver API, "API synchronization behavior").
-constexpr uint64_t kStagedBytes = 64 * 1024;
+constexpr uint64_t kStagedBytes = uint64_t{64} << 10;
 
 // Rows of bytes; a plain copy is one row.
 struct Shape {

@@ -12,7 +12,7 @@ cudaError_t create_event(cudaEvent_t* handle, unsigned flags) {
   constexpr unsigned kKnownFlags =
       cudaEventBlockingSync | cudaEventDisableTiming | cudaEventInterprocess;
   if (!handle || (flags & ~kKnownFlags) != 0) return cudaErrorInvalidValue;
-  auto event = std::make_shared<Event>(current_device(), flags);
+  auto event = std::shared_ptr<Event>(new Event{.device = current_device(), .flags = flags});
   *handle = static_cast<cudaEvent_t>(runtime().events.insert(std::move(event)));
   return cudaSuccess;
 }

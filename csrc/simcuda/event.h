@@ -20,9 +20,9 @@ struct Event {
   const unsigned flags;
 
   // Guarded by the clock's mutex.
-  OperationPtr record;               // null: never recorded
-  std::shared_ptr<Capture> capture;  // set by a record in a capture
-  std::vector<GraphNode*> captured;  // the nodes that such a record comes after
+  OperationPtr record = nullptr;               // null: never recorded
+  std::shared_ptr<Capture> capture = nullptr;  // set by a record in a capture
+  std::vector<GraphNode*> captured = {};       // the nodes that such a record comes after
 };
 
 using EventPtr = std::shared_ptr<Event>;
