@@ -127,6 +127,19 @@ INSTANTIATE_TEST_SUITE_P(Engines, DiskTierTest,
                            return info.param == FileEngine::kBlocking ? "Blocking" : "Automatic";
                          });
 
+/// What only io_uring can do.
+class RingTest : public DiskTierTest {
+  void SetUp() override {
+    if (!io_uring_is_usable()) {
+      GTEST_SKIP() << "this kernel allows no io_uring";
+    }
+    DiskTierTest::SetUp();
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Engines, RingTest, ::testing::Values(FileEngine::kAutomatic),
+                         [](const auto&) { return "Automatic"; });
+
 TEST(ContentStamp, IsXxh64) {
   const auto stamp_of = [](std::string_view text) {
     ContentStamp stamp;
@@ -259,10 +272,7 @@ TEST_P(DiskTierTest, LargeValueInManyChunksWithShortTransfersAndInterrupts) {
   EXPECT_TRUE(take(*manager, handle)["x"].equal(before));
 }
 
-TEST_P(DiskTierTest, RingThatTakesNothingForNowIsAskedAgainAfterACompletionOrDoneWithout) {
-  if (GetParam() == FileEngine::kBlocking || !io_uring_is_usable()) {
-    GTEST_SKIP() << "io_uring is not used here";
-  }
+TEST_P(RingTest, RingThatTakesNothingForNowIsAskedAgainAfterACompletionOrDoneWithout) {
   const auto manager = make_manager();
   const at::Tensor before = at::arange(5'000'001, at::kInt);  // twenty chunks
   const Handle handle = adopt(*manager, TensorResident({{"x", before.clone()}}));
@@ -290,10 +300,7 @@ TEST_P(DiskTierTest, RingThatTakesNothingForNowIsAskedAgainAfterACompletionOrDon
   EXPECT_TRUE(take(*manager, handle)["x"].equal(before));
 }
 
-TEST_P(DiskTierTest, FailureWhileTheRingTakesNothingForNowEndsTheTransfer) {
-  if (GetParam() == FileEngine::kBlocking || !io_uring_is_usable()) {
-    GTEST_SKIP() << "io_uring is not used here";
-  }
+TEST_P(RingTest, FailureWhileTheRingTakesNothingForNowEndsTheTransfer) {
   const auto manager = make_manager();
   const at::Tensor before = at::arange(5'000'001, at::kInt);
   const Handle handle = adopt(*manager, TensorResident({{"x", before.clone()}}));
