@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "csrc/simcuda/activity.h"
 #include "csrc/simcuda/device.h"
 #include "csrc/simcuda/runtime.h"
 #include "csrc/simcuda/stream.h"
@@ -128,6 +129,7 @@ void Clock::account(Operation& operation) {
   if (trial_) return;
   const OperationSpec& spec = operation.spec;
   timeline.add(operation);
+  observe_settled(operation);
   if (!spec.engine) return;
   Device& device = *spec.engine->device;
   uint64_t start = operation.model.start_ns;

@@ -9,6 +9,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "csrc/simcuda/activity_link.h"
+
 namespace simcuda {
 
 struct Engine;
@@ -71,6 +73,7 @@ class Operation {
   uint64_t index = 0;                   // place in its stream, from 1
   uint64_t sequence = 0;                // place among all enqueued
   std::vector<OperationPtr> waits_for;  // of other streams, before it really runs
+  simcuda_activity_tag tag{};           // set before it is enqueued, while a profiler records
 
   ModelState model;
   bool gated = false;  // its stream is held before it

@@ -7,6 +7,7 @@
 
 #include <pthread.h>
 
+#include "csrc/simcuda/activity.h"
 #include "csrc/simcuda/device.h"
 #include "csrc/simcuda/entry.h"
 #include "csrc/simcuda/graph.h"
@@ -96,6 +97,7 @@ void Stream::push(Clock::Lock& lock, const OperationPtr& operation,
                   const std::vector<OperationPtr>& dependencies) {
   Clock& clock = runtime().clock;
   clock.advance(lock);
+  observe_enqueue(lock, *operation);
   count(operation->spec);
   operation->index = ++num_enqueued_;
   operation->gated = held_ && steps_left_ == 0;
@@ -318,6 +320,7 @@ void synchronize(Device& device, const std::vector<OperationPtr>& operations, bo
   for (const OperationPtr& operation : operations) {
     if (operation) operation->wait_until_run();
   }
+  observe_wait();
 }
 
 void synchronize_device(Device& device) {

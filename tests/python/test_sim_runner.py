@@ -337,7 +337,7 @@ def test_a_runtime_of_another_build_is_refused(sim_process, tmp_path, package_fo
     folder.mkdir()
     source = tmp_path / "other.c"
     source.write_text("int simcuda_present(void) { return 99; }\n")
-    for name in ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1"):
+    for name in ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1", "libcupti.so.13"):
         subprocess.run(
             [compiler, "-shared", f"-Wl,-soname,{name}", "-o", folder / name, source], check=True
         )

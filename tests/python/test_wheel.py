@@ -56,6 +56,7 @@ def test_the_simulated_runtime_is_where_no_loader_looks(site_packages):
         "libcudart.so.13",
         "libcuda.so.1",
         "libnvidia-ml.so.1",
+        "libcupti.so.13",
         "libresidency_simcuda_operators.so",
     }
     for library in (package / "lib").glob("*.so"):

@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-# In the order they are loaded: the driver and NVML refer to the runtime.
-RUNTIME_LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1")
+# In the order they are loaded: the driver, NVML and CUPTI refer to the runtime.
+RUNTIME_LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1", "libcupti.so.13")
 OPERATOR_LIBRARY = "libresidency_simcuda_operators.so"
 
 #: Where the libraries are, when the package in use has none (a source tree).
