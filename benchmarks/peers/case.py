@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import edges
 import inference
 import torch
 import training
@@ -102,6 +103,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if workload == "inference":
             result = run_inference(system, folder)
+        elif workload == "edges":
+            result = {"edges": edges.observe_all(system, folder)}
         else:
             result = run_training(system)
     result["deterministic"] = sim.is_deterministic()

@@ -4,10 +4,11 @@ import tempfile
 from collections.abc import Callable
 
 import torch
-from models import LAYERS, weight_bytes
+from models import weight_bytes
 from torch import nn
 
 DEVICE = torch.device("cuda:0")
+FLEXTENSOR_NAME = "peers"
 
 # Of diffusers: leaf or block level, and which of use_stream, record_stream, low_cpu_mem_usage.
 DIFFUSERS = {
@@ -65,7 +66,7 @@ def _accelerate(system: str, model: nn.Module, folder: str):
     device_map = accelerate.infer_auto_device_map(
         model,
         max_memory={0: weight_bytes(model) // 4, "cpu": 8 << 30},
-        no_split_module_classes=["Block"],
+        no_split_module_classes=[type(model.layers[0]).__name__],
     )
     return accelerate.dispatch_model(model, device_map, offload_buffers=True, force_hooks=True)
 
@@ -98,15 +99,16 @@ def _flextensor(system: str, model: nn.Module):
 
     options = {"include_patterns": ["layers.*"], "profiling_iters": 2, "profile_mode": "getter"}
     if system != "flextensor_latency":
-        # 30.7 MiB of the card's 4 GiB, for 64 MiB of layers.
-        options["max_gpu_mem_fraction"] = 0.0075
+        card_bytes = torch.cuda.get_device_properties(DEVICE).total_memory
+        options["max_gpu_mem_fraction"] = 0.45 * weight_bytes(model) / card_bytes
     if system.startswith("flextensor_memory"):
         options.update(num_blocks=2, min_blocks=2)
     if system == "flextensor_memory_register":
         options["pinned_memory_mode"] = "host_register"
     if system == "flextensor_strategy":
         options["transfer_mode"] = "strategy"
-    offloaded = flextensor.offload(model, config=flextensor.OffloadConfig(**options), name="peers")
+    config = flextensor.OffloadConfig(**options)
+    offloaded = flextensor.offload(model, config=config, name=FLEXTENSOR_NAME)
     for name, child in model.named_children():
         if name != "layers":
             child.to(DEVICE)
@@ -129,7 +131,6 @@ def shard(model: nn.Module, *, offload: bool, pin_memory: bool = False) -> None:
     else:
         policy = OffloadPolicy()
         model.to(torch.device("cuda", torch.cuda.current_device()))
-    assert len(model.layers) == LAYERS
     for block in model.layers:
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)

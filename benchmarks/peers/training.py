@@ -27,11 +27,14 @@ SYSTEMS = [
     "deepspeed_zero3",
 ]
 
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Step = Callable[..., torch.Tensor]
 
 
 def trainer(system: str, model: nn.Module) -> Step:
-    """Returns one step of AdamW on the mean square error. "cpu" is the reference."""
+    """Returns one step of AdamW on the mean square error. "cpu" is the reference.
+
+    A step takes an input, a target and, but for DeepSpeed, whether to update the weights.
+    """
     if system.startswith("deepspeed"):
         return _deepspeed(system, model)
     if system.startswith("fsdp"):
@@ -58,12 +61,13 @@ def trainer(system: str, model: nn.Module) -> Step:
             return torch.autograd.graph.save_on_cpu(pin_memory=system == "save_on_cpu_pinned")
         return contextlib.nullcontext()
 
-    def step(x, target):
+    def step(x, target, update=True):
         with saving():
             loss = F.mse_loss(model(x), target)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if update:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss
 
     return step
