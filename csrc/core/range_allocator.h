@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "residency/core/bytes.h"
+#include "residency/core/export.h"
+
+namespace residency {
+
+/// A piece of a segment. Ranges of no bytes lie at the beginning of segment 0, which need not
+/// exist.
+struct Range {
+  std::uint32_t segment = 0;
+  Bytes begin;
+  Bytes nbytes;
+  friend bool operator==(const Range&, const Range&) = default;
+};
+
+/// Divides segments of memory into ranges: the bookkeeping of an arena, without the memory.
+///
+/// Best fit: the smallest free range that is large enough, of equals the one in the lowest segment
+/// at the lowest address; neighbours that are free are one range. So what lies where follows from
+/// the order of the calls alone, and a dry run can go through the same calls and take them back:
+/// `free` undoes `allocate`, `take` undoes `free`, `remove_segment` undoes `add_segment`, and when
+/// all are undone in reverse everything is as it was. A call costs O(log free ranges).
+///
+/// Not thread-safe. Misuse (a range that was not handed out, a segment that is in use) is a
+/// `std::logic_error`.
+class RESIDENCY_API RangeAllocator {
+ public:
+  /// Ranges begin at multiples of `alignment` and are rounded up to them.
+  explicit RangeAllocator(Bytes alignment);
+
+  /// None where no free range is large enough: then a segment has to be added.
+  [[nodiscard]] std::optional<Range> allocate(Bytes nbytes);
+  void free(const Range& range);
+  /// Hands out exactly this range, which must be free.
+  void take(const Range& range);
+
+  /// Returns its number: the lowest that no segment has.
+  std::uint32_t add_segment(Bytes nbytes);
+  /// Removes a segment that is wholly free.
+  void remove_segment(std::uint32_t segment);
+  [[nodiscard]] bool is_empty(std::uint32_t segment) const;
+  /// Those that are wholly free, by number.
+  [[nodiscard]] std::vector<std::uint32_t> empty_segments() const;
+
+  /// What a request takes: a multiple of the alignment.
+  [[nodiscard]] Bytes rounded(Bytes nbytes) const { return nbytes.rounded_up(alignment_.count()); }
+  [[nodiscard]] Bytes live_bytes() const noexcept { return live_; }
+  [[nodiscard]] Bytes segment_bytes() const noexcept { return in_segments_; }
+  /// The largest request that fits without another segment.
+  [[nodiscard]] Bytes largest_free() const noexcept;
+  /// Throws `std::logic_error` when its parts contradict each other. For tests: O(ranges).
+  void audit() const;
+
+ private:
+  struct Piece {
+    Bytes nbytes;
+    bool is_free = true;
+  };
+  using Pieces = std::map<Bytes, Piece>;  // by where they begin; they cover the segment
+  struct Segment {
+    Bytes nbytes;  // zero: no segment has this number
+    Pieces pieces;
+  };
+  using FreeKey = std::tuple<Bytes, std::uint32_t, Bytes>;  // size, segment, begin
+
+  [[nodiscard]] Segment& segment_at(std::uint32_t number);
+  void hand_out(std::uint32_t number, Pieces& pieces, Pieces::iterator piece, Bytes begin,
+                Bytes nbytes);
+
+  Bytes alignment_;
+  std::vector<Segment> segments_;
+  std::set<FreeKey> free_;
+  Bytes live_;
+  Bytes in_segments_;
+};
+
+}  // namespace residency
