@@ -43,7 +43,7 @@ void RecordBuffer::complete() {
 }
 
 size_t RecordBuffer::take_num_dropped() {
-  return std::exchange(num_dropped_, 0);
+  return num_dropped_.exchange(0);
 }
 
 CUpti_Activity* next_record(uint8_t* buffer, size_t num_bytes, CUpti_Activity* record) {

@@ -2,6 +2,7 @@
 #ifndef RESIDENCY_CSRC_SIMCUDA_CUPTI_BUFFER_H
 #define RESIDENCY_CSRC_SIMCUDA_CUPTI_BUFFER_H
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -10,7 +11,8 @@
 namespace simcuda {
 
 // Asks the profiler for a buffer when there is none with room, and hands full ones back; nothing is
-// kept here, so the profiler decides how much there may be. Not thread-safe.
+// kept here, so the profiler decides how much there may be. Not thread-safe, but for
+// take_num_dropped.
 class RecordBuffer {
  public:
   void set_callbacks(CUpti_BuffersCallbackRequestFunc request,
@@ -33,7 +35,7 @@ class RecordBuffer {
   size_t max_records_ = 0;  // 0: as many as fit
   size_t used_bytes_ = 0;
   size_t num_records_ = 0;
-  size_t num_dropped_ = 0;
+  std::atomic<size_t> num_dropped_{0};
 };
 
 // The record after `record` (null: the first) of a buffer with so many bytes of records; null after
