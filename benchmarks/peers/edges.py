@@ -54,6 +54,7 @@ LAYERS = 12
 BATCH = 8
 EDGE_TIMEOUT_S = 90
 TOLERANCE = 1e-4
+MEAN_TOLERANCE = 1e-6  # of weights after training
 LEARNING_RATE = 0.1  # of the plain gradient descent in `backward`
 MIB = 2**20
 
@@ -277,7 +278,7 @@ def tied_weights(system: str, folder: str, findings: Findings) -> None:
     with contextlib.suppress(NotOffered):
         subject.detach()
     kept = subject.model.head.weight is subject.model.layers[0].fc.weight
-    findings.expect(kept, "tie broken after removal")
+    findings.expect(kept, "tie broken")
 
 
 @torch.no_grad()
@@ -510,9 +511,14 @@ class Trained:
         torch.cuda.synchronize()
 
     def expect_equal(self, what: str, findings: Findings) -> None:
-        findings.equal_states(
-            what, training.weights(self.system, self.model), cpu_state(self.reference)
+        """Compares in the mean: where a gradient is next to nothing, Adam makes a step of full size
+        out of the rounding."""
+        ours = training.weights(self.system, self.model)
+        off_by = max(
+            (ours[name].double() - value.double()).abs().mean().item()
+            for name, value in cpu_state(self.reference).items()
         )
+        findings.expect(off_by <= MEAN_TOLERANCE, f"{what} off by {off_by:.2g} in the mean")
 
 
 def training_tied_weights(system: str, folder: str, findings: Findings) -> None:
@@ -646,6 +652,8 @@ def observe_all(case: str, folder: str) -> dict[str, dict[str, str]]:
     workload, _, system = case.partition(".")
     for module in _IMPORTED_BEFORE.get(system.partition("_")[0], ()):
         importlib.import_module(module)
+    if torch.cuda.is_initialized():
+        raise RuntimeError(f"importing what {system} needs has used the card: import it later")
     context = multiprocessing.get_context("fork")
     outcomes = {}
     for name, edge in WORKLOADS[workload][1].items():
@@ -668,13 +676,11 @@ def observe_all(case: str, folder: str) -> dict[str, dict[str, str]]:
     return outcomes
 
 
-# Not DeepSpeed, which asks for the card's properties while it is imported.
+# Not diffusers, torchao and DeepSpeed, which use the card while they are imported.
 _IMPORTED_BEFORE = {
     "accelerate": ("accelerate",),
-    "diffusers": ("diffusers.hooks",),
     "flextensor": ("flextensor",),
     "fsdp": ("torch.distributed.fsdp",),
-    "torchao": ("torchao.optim",),
 }
 
 
