@@ -51,6 +51,7 @@ def test_a_plain_script_runs_and_is_reported(sim_process):
 def test_figures_repeat_exactly(sim_process):
     first, second = (sim_process.run_code(TRAINING).report for _ in range(2))
     for report in (first, second):
+        assert report["deterministic"]
         del report["pid"]
     assert first == second
 

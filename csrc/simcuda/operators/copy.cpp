@@ -2,7 +2,6 @@
 
 #include <memory>
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -11,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include "csrc/simcuda/operators/cost.h"
+#include "csrc/simcuda/operators/on_worker.h"
 #include "csrc/simcuda/operators/tensor_spec.h"
 
 namespace at::native {
@@ -44,7 +44,7 @@ struct StridedCopy {
     if (to == nullptr || from == nullptr) {
       return cudaErrorIllegalAddress;
     }
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const OnWorker on_worker;
     host_alias(copy.to_spec, to).copy_(host_alias(copy.from_spec, from));
     return cudaSuccess;
   }

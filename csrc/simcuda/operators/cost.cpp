@@ -99,6 +99,53 @@ double attention_backward_flops(Specs inputs, Specs /*written*/, Values /*argume
   return attention_flops_from(inputs, 1, 5);
 }
 
+// ---- Bytes, where a kernel does not touch all of its tensors, or touches them several times
+
+double touched_bytes(Specs specs) {
+  double bytes = 0;
+  for (const TensorSpec& spec : specs) {
+    bytes += spec.defined() ? spec.touched_bytes() : 0;
+  }
+  return bytes;
+}
+
+// Rows of a table (the first input) by indices: what is read of it is what is written.
+double gathered_bytes(Specs inputs, Specs written, Values /*arguments*/) {
+  return 2 * touched_bytes(written) +
+         touched_bytes(inputs.slice(std::min<size_t>(1, inputs.size())));
+}
+
+// Indices and values into a tensor (the first input): each value is read, and its place read and
+// written.
+double scattered_bytes(Specs inputs, Specs /*written*/, Values /*arguments*/) {
+  if (inputs.size() < 2) {
+    return 0;
+  }
+  double bytes = 0;
+  bool has_values = false;
+  for (const TensorSpec& spec : inputs.slice(1)) {
+    const bool is_value = spec.dtype == inputs[0].dtype;
+    bytes += (is_value ? 3 : 1) * spec.touched_bytes();
+    has_values = has_values || is_value;
+  }
+  if (!has_values) {  // one number to all places
+    bytes += count(inputs[1]) * static_cast<double>(c10::elementSize(inputs[0].dtype));
+  }
+  return bytes;
+}
+
+// The same into a copy.
+double scattered_copy_bytes(Specs inputs, Specs written, Values arguments) {
+  return 2 * touched_bytes(written) + scattered_bytes(inputs, written, arguments);
+}
+
+// A radix sort passes over keys and indices for each byte of the key, reading and writing.
+double sorted_bytes(Specs inputs, Specs written, Values /*arguments*/) {
+  const double key_bytes =
+      inputs.empty() ? 1 : static_cast<double>(c10::elementSize(inputs[0].dtype));
+  return 2 * key_bytes * touched_bytes(written);
+}
+
 struct Entry {
   std::string_view name;  ///< without the overload
   CostFormula formula;
@@ -138,6 +185,27 @@ constexpr std::array kFormulas{
     Entry{"_scaled_dot_product_cudnn_attention", {&attention_flops, true}},
     Entry{"_scaled_dot_product_flash_attention_backward", {&attention_backward_flops, true}},
     Entry{"_scaled_dot_product_efficient_attention_backward", {&attention_backward_flops, true}},
+    Entry{"embedding", {.bytes = &gathered_bytes}},
+    Entry{"gather", {.bytes = &gathered_bytes}},
+    Entry{"index", {.bytes = &gathered_bytes}},
+    Entry{"index_select", {.bytes = &gathered_bytes}},
+    Entry{"take", {.bytes = &gathered_bytes}},
+    Entry{"_index_put_impl_", {.bytes = &scattered_bytes}},
+    Entry{"index_add_", {.bytes = &scattered_bytes}},
+    Entry{"index_copy_", {.bytes = &scattered_bytes}},
+    Entry{"index_fill_", {.bytes = &scattered_bytes}},
+    Entry{"index_put_", {.bytes = &scattered_bytes}},
+    Entry{"scatter_", {.bytes = &scattered_bytes}},
+    Entry{"scatter_add_", {.bytes = &scattered_bytes}},
+    Entry{"scatter_reduce_", {.bytes = &scattered_bytes}},
+    Entry{"index_add", {.bytes = &scattered_copy_bytes}},
+    Entry{"index_copy", {.bytes = &scattered_copy_bytes}},
+    Entry{"index_fill", {.bytes = &scattered_copy_bytes}},
+    Entry{"scatter", {.bytes = &scattered_copy_bytes}},
+    Entry{"scatter_add", {.bytes = &scattered_copy_bytes}},
+    Entry{"scatter_reduce", {.bytes = &scattered_copy_bytes}},
+    Entry{"argsort", {.bytes = &sorted_bytes}},
+    Entry{"sort", {.bytes = &sorted_bytes}},
 };
 
 }  // namespace
@@ -168,24 +236,31 @@ Cost price(const CostFormula& formula, Specs inputs, Specs written, Values argum
   Cost cost;
   cost.matrix_product = formula.matrix_product;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
+  double elements = 0;  // of the largest tensor that is touched as a whole
   for (const Specs specs : {inputs, written}) {
     for (const TensorSpec& spec : specs) {
       if (!spec.defined()) {
         continue;
       }
-      cost.bytes += spec.touched_bytes();
-      if (formula.flops == nullptr) {
-        cost.flops = std::max(cost.flops, count(spec));
-      }
+      elements = std::max(elements, count(spec));
       if (dtype == c10::ScalarType::Undefined && c10::isFloatingType(spec.dtype)) {
         dtype = spec.dtype;
       }
     }
   }
+  if (formula.bytes != nullptr) {
+    cost.bytes = formula.bytes(inputs, written, arguments);
+    elements = std::min(elements, cost.bytes);
+  } else {
+    cost.bytes = touched_bytes(inputs) + touched_bytes(written);
+  }
   if (formula.flops != nullptr) {
     cost.flops = formula.flops(inputs, written, arguments);
-  } else if (dtype == c10::kHalf || dtype == c10::kBFloat16) {
-    dtype = c10::kFloat;  // tensor cores do matrix products only
+  } else {
+    cost.flops = elements;
+    if (dtype == c10::kHalf || dtype == c10::kBFloat16) {
+      dtype = c10::kFloat;  // tensor cores do matrix products only
+    }
   }
   cost.precision = precision_of(dtype);
   return cost;

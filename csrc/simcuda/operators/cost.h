@@ -22,15 +22,16 @@ struct Cost {
 /// Multiply-adds count as two. The specs are those of the defined device tensors, in the order of
 /// the arguments; `arguments` are the boxed arguments themselves.
 struct CostFormula {
-  using Flops = double (*)(c10::ArrayRef<TensorSpec> inputs, c10::ArrayRef<TensorSpec> outputs,
+  using Count = double (*)(c10::ArrayRef<TensorSpec> inputs, c10::ArrayRef<TensorSpec> outputs,
                            c10::ArrayRef<c10::IValue> arguments);
-  Flops flops = nullptr;  ///< one per element of the largest tensor when null
+  Count flops = nullptr;  ///< one per element of the largest tensor when null
   bool matrix_product = false;
+  Count bytes = nullptr;  ///< all inputs are read once and all outputs written once when null
 };
 
 [[nodiscard]] CostFormula find_cost_formula(std::string_view name);
 
-/// Prices a call: all inputs are read once and all outputs written once.
+/// Prices a call.
 [[nodiscard]] Cost price(const CostFormula& formula, c10::ArrayRef<TensorSpec> inputs,
                          c10::ArrayRef<TensorSpec> written, c10::ArrayRef<c10::IValue> arguments);
 

@@ -14,10 +14,13 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "csrc/simcuda/operators/cuda_limits.h"
 #include "csrc/simcuda/operators/device_check.h"
+#include "csrc/simcuda/operators/on_worker.h"
 #include "csrc/simcuda/operators/random.h"
 #include "csrc/simcuda/operators/simulation_mode.h"
 #include "csrc/simcuda/operators/task.h"
+#include "csrc/simcuda/operators/trial.h"
 
 namespace residency::simcuda {
 namespace {
@@ -209,6 +212,7 @@ bool indexes_by_mask(const OperatorTraits& traits, c10::ArrayRef<IValue> argumen
 
 std::shared_ptr<const Plan> make_plan(const OperatorTraits& traits, const c10::OperatorHandle& op,
                                       c10::ArrayRef<IValue> arguments) {
+  check_cuda_limits(traits, arguments);
   auto plan = std::make_shared<Plan>();
   if (traits.synchronous || indexes_by_mask(traits, arguments)) {
     plan->synchronous = true;
@@ -223,6 +227,7 @@ std::shared_ptr<const Plan> make_plan(const OperatorTraits& traits, const c10::O
       // the CPU kernel gives the error that a user knows.
       plan = std::make_shared<Plan>();
       plan->synchronous = true;
+      plan->widens = false;
       const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
       plan->why_synchronous = torch_error ? torch_error->what_without_backtrace() : error.what();
     }
@@ -289,7 +294,8 @@ std::unique_ptr<Task> make_task(const OperatorTraits& traits, const c10::Operato
 }
 
 Stack run_asynchronously(const OperatorTraits& traits, const c10::OperatorHandle& op,
-                         const std::shared_ptr<const Plan>& plan, c10::ArrayRef<IValue> arguments) {
+                         const std::shared_ptr<const Plan>& plan, c10::ArrayRef<IValue> arguments,
+                         const std::shared_ptr<Trial>& trial) {
   for (size_t i = 0; i < plan->resized.size(); ++i) {
     const TensorSpec& spec = plan->resized[i];
     if (spec.defined()) {
@@ -299,6 +305,7 @@ Stack run_asynchronously(const OperatorTraits& traits, const c10::OperatorHandle
     }
   }
   auto task = make_task(traits, op, plan, arguments);
+  task->trial = trial;
   Stack results;
   size_t next = 0;
   const auto next_output = [&] {
@@ -323,6 +330,9 @@ Stack run_asynchronously(const OperatorTraits& traits, const c10::OperatorHandle
     }
   }
   launch(std::move(task));
+  if (trial) {
+    trial->wait(c10::cuda::getCurrentCUDAStream().stream());
+  }
   return results;
 }
 
@@ -340,7 +350,7 @@ void upload(const Tensor& to, const Tensor& from) {
   const simcuda_work work{"result", 0, 0, SIMCUDA_FP32};
   const auto run = [](void* opaque) {
     const auto& task = *static_cast<Upload*>(opaque);
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const OnWorker on_worker;
     host_alias(task.spec, simcuda_host_address(task.address)).copy_(task.from);
     return 0;
   };
@@ -405,19 +415,21 @@ const OperatorTraits& SimulatedOperator::traits_of(const c10::OperatorHandle& op
   return *traits_;
 }
 
-std::shared_ptr<const Plan> SimulatedOperator::plan_of(const c10::OperatorHandle& op,
-                                                       c10::ArrayRef<IValue> arguments) {
+Stack SimulatedOperator::run(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments) {
   const Signature signature(*traits_, arguments);
-  if (!signature.cacheable()) {
-    return make_plan(*traits_, op, arguments);
-  }
-  std::shared_ptr<const Plan> plan = cache_.find(signature);
-  if (plan == nullptr) {
+  std::shared_ptr<const Plan> plan = signature.cacheable() ? cache_.find(signature) : nullptr;
+  const bool is_new = plan == nullptr;
+  if (is_new) {
     // Not under the cache's lock: the meta kernel may take the GIL.
     plan = make_plan(*traits_, op, arguments);
-    cache_.insert(signature, plan);
   }
-  return plan;
+  Stack results = plan->synchronous ? run_synchronously(*traits_, op, plan, arguments)
+                                    : run_asynchronously(*traits_, op, plan, arguments,
+                                                         is_new ? Trial::begin() : nullptr);
+  if (is_new && signature.cacheable()) {
+    cache_.insert(signature, plan);  // not when it was refused: then the next call is tried too
+  }
+  return results;
 }
 
 void SimulatedOperator::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
@@ -442,9 +454,7 @@ void SimulatedOperator::operator()(const c10::OperatorHandle& op, c10::DispatchK
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   move_indices(traits, arguments, *stack, first);
   require_device_tensors(traits, arguments);
-  const auto plan = plan_of(op, arguments);
-  Stack results = plan->synchronous ? run_synchronously(traits, op, plan, arguments)
-                                    : run_asynchronously(traits, op, plan, arguments);
+  Stack results = run(op, arguments);
   torch::jit::drop(*stack, traits.arguments.size());
   for (IValue& result : results) {
     stack->push_back(std::move(result));

@@ -23,8 +23,7 @@ class SimulatedOperator : public c10::OperatorKernel {
 
  private:
   const OperatorTraits& traits_of(const c10::OperatorHandle& op);
-  std::shared_ptr<const Plan> plan_of(const c10::OperatorHandle& op,
-                                      c10::ArrayRef<c10::IValue> arguments);
+  torch::jit::Stack run(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
 
   std::once_flag once_;
   std::unique_ptr<const OperatorTraits> traits_;

@@ -81,6 +81,10 @@ bool is_out_form(const c10::FunctionSchema& candidate, const c10::FunctionSchema
 }
 
 std::optional<c10::OperatorHandle> find_out_variant(const c10::FunctionSchema& schema) {
+  // Those of the whole tensor's extremes take an empty one without a word.
+  if (schema.name() == "aten::max" || schema.name() == "aten::min") {
+    return std::nullopt;
+  }
   // The losses' out= forms resize the output on their way to its mean or sum.
   for (const c10::Argument& argument : schema.arguments()) {
     if (argument.name() == "reduction") {
@@ -172,7 +176,7 @@ OperatorTraits::OperatorTraits(const c10::OperatorHandle& op)
   keeps_shape = returns.empty() ||
                 (num_tensors == 1 && returns.size() == 1 && returns[0].argument == size_t{0} &&
                  arguments[0].kind == ArgumentKind::kTensor && !arguments[0].is_out);
-  if (functional && substitute == nullptr) {
+  if (functional) {
     out_variant = find_out_variant(schema);
   }
 }

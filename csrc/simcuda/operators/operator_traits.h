@@ -47,7 +47,8 @@ struct OperatorTraits {
 
   /// The out= form of a functional operator, where the CPU has a kernel of its own for it.
   std::optional<c10::OperatorHandle> out_variant;
-  /// What runs in place of a CPU kernel that does not exist; made of CPU operators.
+  /// What runs in place of a CPU kernel that does not exist, or refuses what CUDA's does; made of
+  /// CPU operators. The out= variant, where there is one, is tried first.
   const c10::KernelFunction* substitute = nullptr;
   /// Infers the results' shapes in place of the dispatcher's meta kernel.
   const c10::KernelFunction* shape_inference = nullptr;

@@ -47,6 +47,9 @@ struct Plan {
   /// operator has no shape inference.
   bool synchronous = false;
   std::string why_synchronous;
+  /// Half-precision arguments that the CPU's kernel refuses may be widened; not where the shape
+  /// inference has refused the call.
+  bool widens = true;
 
   std::vector<TensorSpec> inputs;   ///< of the device tensors, in the order of the arguments
   std::vector<TensorSpec> outputs;  ///< of new results; undefined where there is none

@@ -8,6 +8,10 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_log_softmax.h>
+#include <ATen/ops/_log_softmax_backward_data.h>
+#include <ATen/ops/_softmax.h>
+#include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
@@ -193,6 +197,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tenso
           has_bias ? grad_hidden.sum(0) : Tensor()};
 }
 
+// ---- Softmax of half precision with a result in float32, which CUDA has as one kernel.
+
+template <Tensor (*Softmax)(const Tensor&, int64_t, bool)>
+Tensor softmax(const Tensor& self, int64_t dim, bool half_to_float) {
+  return Softmax(half_to_float ? self.to(c10::kFloat) : self, dim, false);
+}
+
+template <Tensor (*Backward)(const Tensor&, const Tensor&, int64_t, c10::ScalarType)>
+Tensor softmax_backward(const Tensor& grad_output, const Tensor& output, int64_t dim,
+                        c10::ScalarType input_dtype) {
+  return Backward(grad_output, output, dim, grad_output.scalar_type()).to(input_dtype);
+}
+
 // ---- Products with a wider result.
 
 Tensor mm_dtype(const Tensor& self, const Tensor& other, c10::ScalarType dtype) {
@@ -232,6 +249,11 @@ const std::unordered_map<std::string, KernelFunction>& substitutes() {
       {"aten::_thnn_fused_lstm_cell_backward_impl", boxed(&lstm_cell_backward)},
       {"aten::_thnn_fused_gru_cell", boxed(&gru_cell)},
       {"aten::_thnn_fused_gru_cell_backward", boxed(&gru_cell_backward)},
+      {"aten::_softmax", boxed(&softmax<&at::_softmax>)},
+      {"aten::_log_softmax", boxed(&softmax<&at::_log_softmax>)},
+      {"aten::_softmax_backward_data", boxed(&softmax_backward<&at::_softmax_backward_data>)},
+      {"aten::_log_softmax_backward_data",
+       boxed(&softmax_backward<&at::_log_softmax_backward_data>)},
       {"aten::mm.dtype", boxed(&mm_dtype)},
       {"aten::bmm.dtype", boxed(&bmm_dtype)},
       {"aten::addmm.dtype", boxed(&addmm_dtype)},

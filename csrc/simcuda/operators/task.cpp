@@ -8,14 +8,13 @@
 #include <utility>
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/ops/empty.h>
-#include <ATen/record_function.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
+#include "csrc/simcuda/operators/on_worker.h"
 #include "csrc/simcuda/operators/random.h"
 #include "csrc/simcuda/operators/substitutes.h"
 #include "residency/simcuda/control.h"
@@ -251,16 +250,20 @@ Tensor copy_of_scalar(const Tensor& tensor) {
 
 int run_task(void* data) {
   const auto& task = *static_cast<const Task*>(data);
+  int status = cudaSuccess;
   try {
     task.run();
-    return cudaSuccess;
   } catch (...) {
     if (task.awaited) {  // the host is waiting, and throws it
       task.awaited->error = std::current_exception();
-      return cudaSuccess;
+    } else if (!task.trial || !task.trial->take_error(std::current_exception())) {
+      status = failed(task);
     }
-    return failed(task);
   }
+  if (task.trial) {
+    task.trial->finish();
+  }
+  return status;
 }
 
 void destroy_task(void* data) {
@@ -309,8 +312,7 @@ Task::Task(const OperatorTraits& operator_traits, const c10::OperatorHandle& han
 }
 
 void Task::run() const {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const at::DisableRecordFunctionGuard unrecorded;
+  const OnWorker on_worker;
   std::optional<at::Generator> generator;
   if (random) {
     generator = cpu_generator(*random);
@@ -333,6 +335,9 @@ void Task::run() const {
   try {
     call(*this, stack);
   } catch (const c10::NotImplementedError&) {
+    if (!plan->widens) {
+      throw;
+    }
     stack = arguments;
     call_widened(*this, stack);
   }

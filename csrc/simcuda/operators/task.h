@@ -13,6 +13,7 @@
 
 #include "csrc/simcuda/operators/operator_traits.h"
 #include "csrc/simcuda/operators/signature_cache.h"
+#include "csrc/simcuda/operators/trial.h"
 
 namespace residency::simcuda {
 
@@ -46,6 +47,7 @@ struct Task {
   c10::SmallVector<bool, 8> on_device;
   std::optional<at::PhiloxCudaState> random;
   std::shared_ptr<AwaitedResults> awaited;
+  std::shared_ptr<Trial> trial;
 };
 
 /// Enqueues the task on the current stream. Throws when an earlier task of the operator layer

@@ -146,6 +146,14 @@ Tensor& eye_shape(int64_t n, Tensor& out) {
 
 Tensor& arange_shape(const at::Scalar& start, const at::Scalar& end, const at::Scalar& step,
                      Tensor& out) {
+  if (start.isIntegral(true) && end.isIntegral(true) && step.isIntegral(true)) {
+    const auto distance = static_cast<__int128>(end.toLong()) - start.toLong();
+    const int64_t stride = step.toLong();
+    TORCH_CHECK(stride != 0 && (distance == 0 || (distance > 0) == (stride > 0)));
+    const __int128 size = (distance + stride - (stride > 0 ? 1 : -1)) / stride;
+    TORCH_CHECK(size < INT64_C(1'000'000'000'000'000));
+    return take_size(out, {static_cast<int64_t>(size)});
+  }
   const double size = std::ceil((end.toDouble() - start.toDouble()) / step.toDouble());
   TORCH_CHECK(size >= 0 && size < 1e15);
   return take_size(out, {static_cast<int64_t>(size)});
