@@ -16,6 +16,7 @@ namespace {
 std::atomic<bool> g_one_at_a_time{true};
 std::atomic<int> g_inside{0};    // thread in a call that moves the clock, or 0
 std::atomic<int> g_previous{0};  // thread that made the last such call
+std::atomic<int (*)()> g_in_backward{nullptr};
 
 int thread_id() {
   static thread_local int id = static_cast<int>(syscall(SYS_gettid));
@@ -58,6 +59,13 @@ bool will_wake_by_itself(int thread) {
   return number == SYS_futex && found == 5 && arguments[3] != 0;
 }
 
+bool has_ended_its_backward_pass(int thread) {
+  char name[32];
+  auto* in_backward = g_in_backward.load(std::memory_order_relaxed);
+  return in_backward && !in_backward() && read_task_file(thread, "comm", name, sizeof name) &&
+         strncmp(name, "pt_autograd", strlen("pt_autograd")) == 0;
+}
+
 bool handed_over(int previous) {
   // On a machine with more work than cores it may take that long to fall asleep. A thread that goes
   // on instead enters a call meanwhile, which tells at once.
@@ -65,7 +73,8 @@ bool handed_over(int previous) {
   for (int tries = 0; tries < kNumTries; ++tries) {
     switch (state_of(previous)) {
       case ThreadState::kEnded: return true;
-      case ThreadState::kSleeping: return !will_wake_by_itself(previous);
+      case ThreadState::kSleeping:
+        return !will_wake_by_itself(previous) || has_ended_its_backward_pass(previous);
       case ThreadState::kRunning: break;
     }
     if (!one_thread_at_a_time()) return false;
@@ -92,6 +101,10 @@ ClockCall::~ClockCall() {
   if (!entered_) return;
   int me = thread_id();
   g_inside.compare_exchange_strong(me, 0);
+}
+
+void ask_for_backward_by(int (*in_backward)()) {
+  g_in_backward = in_backward;
 }
 
 bool one_thread_at_a_time() {

@@ -110,6 +110,10 @@ SIMCUDA_EXPORT int simcuda_launch(void* handle, const simcuda_work* work, int (*
   return fail(submit(stream, std::move(spec)));
 }
 
+SIMCUDA_EXPORT void simcuda_in_backward(int (*ask)(void)) {
+  ask_for_backward_by(ask);
+}
+
 SIMCUDA_EXPORT void simcuda_host_work(const simcuda_work* work) {
   Hidden hidden_call;
   if (!work || forked_after_use()) return;

@@ -56,6 +56,23 @@ def test_figures_repeat_exactly(sim_process):
     assert first == second
 
 
+def test_autograds_thread_leaves_nothing_to_chance(sim_process):
+    # It drops the callbacks of a backward pass that has ended while the script goes on.
+    run = sim_process.run_code("""
+        import torch
+
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 64), torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        ).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8, 8, device="cuda")).square().mean().backward()
+            optimizer.step()
+    """)
+    assert run.report["deterministic"], run.errors
+
+
 def test_arguments_name_path_and_main_are_those_of_python(sim_process):
     code = """
         import sys, os, pickle, torch

@@ -10,6 +10,11 @@
 #include "csrc/simcuda/operators/cost.h"
 #include "residency/simcuda/control.h"
 
+namespace torch::autograd {
+// In libtorch_cpu; its header includes all of autograd.
+TORCH_API int get_current_graph_task_id();
+}  // namespace torch::autograd
+
 namespace residency::simcuda {
 namespace {
 
@@ -128,6 +133,7 @@ void finish(const RecordFunction& function, ObserverContext* context) {
 }  // namespace
 
 void price_host_operators() {
+  simcuda_in_backward([] { return torch::autograd::get_current_graph_task_id() == -1 ? 0 : 1; });
   at::addGlobalCallback(at::RecordFunctionCallback(&start, &finish)
                             .needsInputs(true)
                             .needsOutputs(true)

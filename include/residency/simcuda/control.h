@@ -146,6 +146,9 @@ typedef struct simcuda_work {
  * capture the kernel becomes a node, and destroy is called with the last graph that has it. */
 SIMCUDA_API int simcuda_launch(void* stream, const simcuda_work* work, int (*run)(void*), void (*destroy)(void*),
                                void* data);
+/* How to ask whether the calling thread is in a backward pass of autograd: a thread that is in none
+ * does not share the order of its calls with autograd's threads, see simcuda_deterministic. */
+SIMCUDA_API void simcuda_in_backward(int (*ask)(void));
 /* An operator on CPU tensors ran on the calling thread: adds its modelled duration to the host's time. */
 SIMCUDA_API void simcuda_host_work(const simcuda_work* work);
 
