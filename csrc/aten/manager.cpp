@@ -41,15 +41,6 @@ Verdict verdict_on(const Manager& manager, const ResidencyAction& action) {
   return explanation.actions.empty() ? Verdict() : explanation.actions.front().verdict;
 }
 
-// The disk is the last place that anything is read from, so it is read only when there is no other.
-bool is_only_on_disk(const Manager& manager, const Handle& handle) {
-  const Verdict verdict = verdict_on(manager, MoveResident{handle, Location::pageable_host()});
-  const bool would_copy = verdict.reason == Reason::kCopied ||
-                          verdict.reason == Reason::kRefreshed ||
-                          verdict.reason == Reason::kOverBudget;
-  return would_copy && verdict.source.has_value() && verdict.source->is_disk();
-}
-
 void throw_unless_mutable_can_be_seen(const TensorLayout& layout, Mutability mutability) {
   if (mutability == Mutability::kMutable && !layout.detects_writes()) {
     throw MaterializationError(
@@ -103,14 +94,6 @@ Handle register_source(Manager& manager, const SafetensorsFile& file,
 }
 
 TensorResident take(Manager& manager, const Handle& handle, std::optional<Location> at) {
-  if (at.has_value() && at->is_disk()) {
-    throw std::invalid_argument(
-        fmt::format("take: {} gives no tensors; name a location in memory", to_string(*at)));
-  }
-  if (!at.has_value() && is_only_on_disk(manager, handle)) {
-    at = Location::pageable_host();
-    manager.move(handle, *at).wait();
-  }
   const BlockPtr block = manager.take(handle, at);
   return as_tensors(block).tensors();
 }

@@ -205,6 +205,11 @@ TensorResident::TensorResident(Fields fields) {
                 : std::make_shared<const TensorLayout>(std::move(layouts), std::move(storages));
 }
 
+void TensorResident::throw_no_field(std::size_t index) const {
+  throw std::out_of_range(
+      fmt::format("no field {}; the value has {}, counted from 0", index, tensors_.size()));
+}
+
 const at::Tensor& TensorResident::operator[](std::string_view name) const {
   if (const auto index = layout_->find(name); index.has_value()) {
     return tensors_[*index];

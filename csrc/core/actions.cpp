@@ -90,8 +90,17 @@ ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOp
   Lock lock(mutex_);
   check_open();
   settle_oldest(trash);
-  ValueRecord* record = take_turn(lock, handle);
+  ValueRecord* record = take_turn(lock, handle, options.may_block);
   const Turn turn(*this, record);  // through all waits: those who came later are served later
+  return perform_in_turn(lock, trash, record, action, options, entry, plan, pin);
+}
+
+/// `record` is null where the handle is not good.
+ActionReport ManagerState::perform_in_turn(Lock& lock, Trash& trash, ValueRecord* record,
+                                           const ResidencyAction& action,
+                                           const ActionOptions& options, TransitionRecord& entry,
+                                           const PlanName& plan, bool pin) {
+  const Handle handle = handle_of(action);
   while (true) {
     check_open();
     if (record != nullptr && has_settled_arrival(*record)) {

@@ -128,6 +128,14 @@ void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
   torn_down_ = true;
   Trash trash;
   std::vector<Release> releases;
+  for (const Arrival& each : arrivals_) {
+    // What has failed under a call that had the turn is off the ledger and still on the record.
+    ValueRecord* record = values_.find(each.handle).record;
+    if (each.accounted && !each.overwrites && record != nullptr &&
+        each.fence->poll() == FenceStatus::kFailed) {
+      record->find(each.at)->charge = Bytes();
+    }
+  }
   values_.for_each([&](ValueRecord& record) {
     while (record.first) {
       give_up(values_.handle_of(record), detach(record, record.first->location), nullptr, releases);

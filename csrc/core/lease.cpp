@@ -56,7 +56,8 @@ void check_access(std::string_view call, const ValueRecord& record, const Handle
 /// `turns`. Throws for a handle that is not good and for a failure that nobody was told yet.
 std::vector<ValueRecord*> ManagerState::resolve_all(Lock& lock, Trash& trash,
                                                     std::span<const Handle> handles,
-                                                    std::vector<Handle>& unique, Turns& turns) {
+                                                    std::vector<Handle>& unique, Turns& turns,
+                                                    bool may_block) {
   check_open();
   std::vector<ValueRecord*> records;
   records.reserve(handles.size());
@@ -77,7 +78,7 @@ std::vector<ValueRecord*> ManagerState::resolve_all(Lock& lock, Trash& trash,
     std::vector<Handle> sorted = unique;
     std::ranges::sort(sorted);
     for (const Handle& handle : sorted) {
-      if (ValueRecord* record = take_turn(lock, handle)) {
+      if (ValueRecord* record = take_turn(lock, handle, may_block)) {
         turns.add(record);
         settle(trash, record);
       }
@@ -92,18 +93,17 @@ std::vector<ValueRecord*> ManagerState::resolve_all(Lock& lock, Trash& trash,
   return records;
 }
 
-std::unique_ptr<LeaseState> ManagerState::protect_for_lease(Lock& lock, Trash& trash,
-                                                            std::string_view call,
-                                                            std::span<const Handle> handles,
-                                                            Location at, Access access,
-                                                            Turns& turns) {
+std::unique_ptr<LeaseState> ManagerState::protect_for_lease(
+    Lock& lock, Trash& trash, std::string_view call, std::span<const Handle> handles, Location at,
+    const AcquireOptions& options, Turns& turns) {
+  const Access access = options.access;
   auto lease = std::make_unique<LeaseState>();
   lease->manager = shared_from_this();
   lease->location = at;
   lease->access = access;
   settle(trash);
   const std::vector<ValueRecord*> records =
-      resolve_all(lock, trash, handles, lease->handles, turns);
+      resolve_all(lock, trash, handles, lease->handles, turns, options.may_block);
   lease->values.resize(records.size());
   for (std::size_t i = 0; i < records.size(); ++i) {
     ValueRecord& record = *records[i];
@@ -156,7 +156,7 @@ Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const H
   check_open();
   check_available(at);
   Turns turns(*this);
-  lease = protect_for_lease(lock, trash, call, handles, at, options.access, turns);
+  lease = protect_for_lease(lock, trash, call, handles, at, options, turns);
   // The host waits at host locations, for arrivals that may fail, and before a write for whoever
   // still reads the bytes; everything else is left to the consumer's stream.
   std::vector<FencePtr> host_waits;
@@ -496,8 +496,9 @@ void ManagerState::release(LeaseState& lease, bool wait) {
     const Handle& handle = lease.handles[position];
     throw UndeclaredWriteError(
         handle, field,
-        fmt::format("field '{}' of {} was written during a read lease; its other materializations "
-                    "are stale now. Acquire a write lease on a mutable value to write",
+        fmt::format("field '{}' of {} was written, through some alias of it, without a write lease "
+                    "since its bytes were last known; its other materializations are stale now. "
+                    "Acquire a write lease on a mutable value to write",
                     field, to_string(handle)));
   }
   if (failure) {

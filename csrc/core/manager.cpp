@@ -92,6 +92,9 @@ Scope Manager::scope(ResidencyPlan plan, ScopeOptions options) {
 
 PlanReport Manager::with(ResidencyPlan plan, const std::function<void(Scope&)>& body,
                          ScopeOptions options, std::exception_ptr* exit_error) {
+  if (!body) {
+    throw std::invalid_argument("with: the body is empty");
+  }
   Scope scope = this->scope(std::move(plan), std::move(options));
   scope.enter();
   try {

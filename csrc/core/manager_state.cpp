@@ -45,6 +45,17 @@ ManagerState::ManagerState(ManagerId id, ManagerOptions options, std::shared_ptr
       add(location, each.budget);
     }
   }
+  for (const LocationKind kind : options_.link_order) {
+    if (std::ranges::count(options_.link_order, kind) != 1) {
+      throw std::invalid_argument("ManagerOptions: link_order names a kind of location twice");
+    }
+  }
+  for (const DiskTier& each : options_.disks) {
+    if (each.directory.empty()) {
+      throw std::invalid_argument("ManagerOptions: the directory of " +
+                                  to_string(Location::disk(each.name)) + " is empty");
+    }
+  }
   backend_->open(id_, options_);
   for (const Location location : ledger_.listed()) {
     if (const std::string why = backend_->why_unavailable(location); !why.empty()) {
@@ -97,7 +108,15 @@ void ManagerState::throw_failure_of(ValueRecord& record, const Handle& handle) {
     failures_.erase(found);
     record.has_failure = false;
   }
-  throw TransferError(handle, failure.path, failure.fence->error(), failure.message);
+  throw TransferError(
+      handle, failure.path, failure.fence->error(),
+      fmt::format(
+          "the transfer of {} from {} to {} (path {}) failed after it was enqueued: {}; the "
+          "value is {}",
+          to_string(handle), to_string(failure.from), to_string(failure.at),
+          to_string(failure.path), describe(failure.fence->error()),
+          record.first ? "at " + to_string(record.first->location) + " as before"
+                       : "still to be loaded from its source"));
 }
 
 void ManagerState::throw_refusal(const Verdict& verdict, const Handle& handle,

@@ -209,7 +209,8 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   struct Failure {
     TransferPath path = TransferPath::kNone;
     FencePtr fence;
-    std::string message;
+    Location from;
+    Location at;
   };
   struct OpenReservation {
     MemoryReservation fields;
@@ -240,7 +241,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[noreturn]] void throw_refusal(const Verdict& verdict, const Handle& handle,
                                   const std::string& action);
   [[nodiscard]] ValueRecord& resolve(const Handle& handle) const;
-  [[nodiscard]] ValueRecord* take_turn(Lock& lock, const Handle& handle);
+  [[nodiscard]] ValueRecord* take_turn(Lock& lock, const Handle& handle, bool may_block = true);
   void end_turn(ValueRecord& record) noexcept;
   void wait_on(Lock& lock, const std::vector<FencePtr>& fences);
   [[nodiscard]] std::vector<FencePtr> pending_work() const;
@@ -260,6 +261,9 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
 
   ActionReport perform(const ResidencyAction& action, const ActionOptions& options, Phase phase,
                        const PlanName& plan, bool pin = false);
+  ActionReport perform_in_turn(Lock& lock, Trash& trash, ValueRecord* record,
+                               const ResidencyAction& action, const ActionOptions& options,
+                               TransitionRecord& entry, const PlanName& plan, bool pin);
   ActionReport carry_out(Lock& lock, Trash& trash, ValueRecord& record, const Handle& handle,
                          const Verdict& verdict, const ActionOptions& options,
                          TransitionRecord& entry, const PlanName& plan);
@@ -320,15 +324,14 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
                                           Location at, const AcquireOptions& options);
   [[nodiscard]] bool lease_would_wait(const ValueRecord& record, const Verdict& verdict,
                                       Location at, Access access) const;
-  [[nodiscard]] std::unique_ptr<LeaseState> protect_for_lease(Lock& lock, Trash& trash,
-                                                              std::string_view call,
-                                                              std::span<const Handle> handles,
-                                                              Location at, Access access,
-                                                              Turns& turns);
+  [[nodiscard]] std::unique_ptr<LeaseState> protect_for_lease(
+      Lock& lock, Trash& trash, std::string_view call, std::span<const Handle> handles, Location at,
+      const AcquireOptions& options, Turns& turns);
   void end_protection(LeaseState& lease);
   [[nodiscard]] std::vector<ValueRecord*> resolve_all(Lock& lock, Trash& trash,
                                                       std::span<const Handle> handles,
-                                                      std::vector<Handle>& unique, Turns& turns);
+                                                      std::vector<Handle>& unique, Turns& turns,
+                                                      bool may_block = true);
 
   /// What the leases that a close ends still use, with the streams that use it.
   struct CutShort {

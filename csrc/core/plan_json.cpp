@@ -1,4 +1,5 @@
 #include <initializer_list>
+#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -96,7 +97,7 @@ class Reader {
     const std::string canonical = text();
     try {
       return Location::parse(canonical);
-    } catch (const std::invalid_argument& error) {
+    } catch (const std::logic_error& error) {  // not canonical, or one disk name too many
       throw std::invalid_argument(fmt::format("plan JSON: {}: {}", place_, error.what()));
     }
   }
@@ -195,15 +196,25 @@ std::string ResidencyPlan::to_json() const {
 ResidencyPlan ResidencyPlan::from_json(std::string_view text) {
   // A plan nests four levels deep. Printing a hostile document would recurse as deep as it does.
   constexpr int kMaxDepth = 16;
-  const auto limit_depth = [](int depth, Json::parse_event_t, const Json&) {
+  std::vector<std::set<std::string>> names;  // of the objects that are open
+  const auto check = [&](int depth, Json::parse_event_t event, const Json& parsed) {
     if (depth > kMaxDepth) {
       throw std::invalid_argument("plan JSON: it is nested deeper than a plan can be");
+    }
+    if (event == Json::parse_event_t::object_start) {
+      names.emplace_back();
+    } else if (event == Json::parse_event_t::object_end) {
+      names.pop_back();
+    } else if (event == Json::parse_event_t::key &&
+               !names.back().insert(parsed.get<std::string>()).second) {
+      throw std::invalid_argument(
+          fmt::format("plan JSON: field '{}' is given twice", parsed.get<std::string>()));
     }
     return true;
   };
   Json json;
   try {
-    json = Json::parse(text, limit_depth);
+    json = Json::parse(text, check);
   } catch (const Json::exception& error) {
     throw std::invalid_argument(fmt::format("plan JSON: {}", error.what()));
   }

@@ -328,18 +328,31 @@ class Plan {
 
 }  // namespace
 
-const Residence* cheapest_source(const World& world, const ValueView& value,
-                                 std::optional<Location> except) {
+namespace {
+
+template <class Filter>
+const Residence* cheapest(const World& world, const ValueView& value, const Filter& may_be) {
   const Residence* best = nullptr;
   const auto rank = [&](const Residence& each) {
     return std::tuple(link_rank(world.options(), each.location.kind()), each.location);
   };
   for (const Residence& each : value.residences) {
-    if (!each.stale && each.location != except && (best == nullptr || rank(each) < rank(*best))) {
+    if (!each.stale && may_be(each) && (best == nullptr || rank(each) < rank(*best))) {
       best = &each;
     }
   }
   return best;
+}
+
+}  // namespace
+
+const Residence* cheapest_source(const World& world, const ValueView& value,
+                                 std::optional<Location> except) {
+  return cheapest(world, value, [&](const Residence& each) { return each.location != except; });
+}
+
+const Residence* cheapest_in_memory(const World& world, const ValueView& value) {
+  return cheapest(world, value, [](const Residence& each) { return !each.location.is_disk(); });
 }
 
 Verdict plan_action(World& world, const ResidencyAction& action) {

@@ -23,5 +23,7 @@ namespace residency {
 /// although time passes between them. Whoever reads an arrival that can still fail waits for it.
 [[nodiscard]] const Residence* cheapest_source(const World& world, const ValueView& value,
                                                std::optional<Location> except);
+/// The same among those that are on no disk.
+[[nodiscard]] const Residence* cheapest_in_memory(const World& world, const ValueView& value);
 
 }  // namespace residency

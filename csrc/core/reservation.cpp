@@ -30,10 +30,11 @@ Reservation ManagerState::reserve(MemoryReservation reservation, bool require_ph
     if (!headroom && require_physical) {
       throw HeadroomError(
           reservation.location, reservation.nbytes, std::nullopt, std::nullopt,
-          fmt::format("reservation '{}' of {} B at {} can only be accounted: nothing here can make "
-                      "it physical; install the allocator plugin or do without require_physical",
-                      reservation.label, reservation.nbytes.count(),
-                      to_string(reservation.location)));
+          fmt::format("reservation '{}' of {} B at {} can only be accounted: {}", reservation.label,
+                      reservation.nbytes.count(), to_string(reservation.location),
+                      reservation.location.is_cuda()
+                          ? "install the allocator plugin, or do without require_physical"
+                          : "nothing can make one physical there; do without require_physical"));
     }
   } catch (...) {
     ledger_.account(reservation.location).reserved -= reservation.nbytes;

@@ -125,6 +125,11 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
   if (status == FenceStatus::kDone) {
     return true;
   }
+  // First what can fail, for want of memory: nothing is half settled then.
+  Failure& failure = failures_[arrival.handle.id()].emplace_back();
+  record->has_failure = true;
+  failure.path = arrival.path;
+  failure.fence = arrival.fence;
   ++version_;
   if (arrival.overwrites) {
     arrived.stale = true;
@@ -136,15 +141,8 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
     unregister_ranges(*arrival.departing);  // attaching registers them
     attach(*record, std::move(arrival.departing));
   }
-  record->has_failure = true;
-  failures_[arrival.handle.id()].push_back(
-      {arrival.path, arrival.fence,
-       fmt::format(
-           "the transfer of {} from {} to {} (path {}) failed after it was enqueued: {}; the "
-           "value is at {} as before",
-           to_string(arrival.handle), to_string(arrival.from), to_string(arrival.at),
-           to_string(arrival.path), describe(arrival.fence->error()),
-           record->first ? to_string(record->first->location) : "its source")});
+  failure.from = arrival.from;
+  failure.at = arrival.at;
   return true;
 }
 

@@ -112,15 +112,30 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
     (void)resolve(handle);  // throws
   }
   const Turn turn(*this, record);
+  if (at) {
+    check_available(*at);
+    if (at->is_disk()) {
+      throw std::invalid_argument(
+          fmt::format("take: what lies at {} is a file of the manager's; name a location in memory",
+                      to_string(*at)));
+    }
+  }
   while (true) {
     check_open();
     settle(trash, record);
     throw_failure_of(*record, handle);
-    if (at) {
-      check_available(*at);
-    }
     const ValueView& value = present_.value(handle);
-    const Residence* chosen = at ? value.find(*at) : cheapest_source(present_, value, std::nullopt);
+    const Residence* chosen = at ? value.find(*at) : cheapest_in_memory(present_, value);
+    if (chosen == nullptr && !at && cheapest_source(present_, value, std::nullopt) != nullptr) {
+      // Only on disk: brought to memory in this turn, lest somebody takes it back before.
+      TransitionRecord entry;
+      entry.action = ActionKind::kMove;
+      entry.handle = handle;
+      entry.host_start_ns = now_ns();
+      (void)perform_in_turn(lock, trash, record, MoveResident{handle, Location::pageable_host()},
+                            {}, entry, nullptr, false);
+      continue;
+    }
     if (chosen == nullptr || chosen->stale) {
       throw UnavailableError(fmt::format("take: {} has no good materialization{}; ensure one first",
                                          to_string(handle), at ? " at " + to_string(*at) : ""));

@@ -89,6 +89,10 @@ std::string describe(const Verdict& verdict) {
           place(verdict.source));
     case Reason::kOverBudget: {
       const Shortfall& s = verdict.shortfall;
+      if (s.budget == Bytes::max()) {
+        return fmt::format("{} B more at {} are more than can be counted", s.requested.count(),
+                           to_string(s.location));
+      }
       return fmt::format(
           "{} has a budget of {} B, of which {} B used, {} B reserved, {} B retiring: {} B more do "
           "not fit; make room or raise the budget by {} B",

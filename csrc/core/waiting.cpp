@@ -18,7 +18,7 @@ void add_if_pending(const FencePtr& fence, std::vector<FencePtr>& incomplete) {
 
 }  // namespace
 
-ValueRecord* ManagerState::take_turn(Lock& lock, const Handle& handle) {
+ValueRecord* ManagerState::take_turn(Lock& lock, const Handle& handle, bool may_block) {
   ValueRecord* record = values_.find(handle).record;
   if (record == nullptr) {
     return nullptr;
@@ -31,6 +31,11 @@ ValueRecord* ManagerState::take_turn(Lock& lock, const Handle& handle) {
     throw ForkError(fmt::format(
         "{} was being changed by a thread of the parent process when this process was forked",
         to_string(handle)));
+  }
+  if (!may_block) {
+    throw UnavailableError(
+        fmt::format("another call is changing {}, and this one may not wait (may_block = false)",
+                    to_string(handle)));
   }
   Waiter waiter;
   waiters_[record].push_back(&waiter);

@@ -39,6 +39,8 @@ TEST(TensorResident, KeepsFieldsInOrderAndFindsThemByName) {
   EXPECT_TRUE(value.contains("a"));
   EXPECT_FALSE(value.contains("c"));
   EXPECT_THAT(message_of<std::out_of_range>([&] { (void)value["c"]; }), HasSubstr("b, a"));
+  EXPECT_THAT(message_of<std::out_of_range>([&] { (void)value[2]; }), HasSubstr("has 2"));
+  EXPECT_THAT(message_of<std::out_of_range>([&] { (void)value.name(2); }), HasSubstr("has 2"));
 }
 
 TEST(TensorResident, NamesThatAreEmptyOrTwiceAreArgumentErrors) {

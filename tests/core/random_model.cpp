@@ -1801,6 +1801,11 @@ class Run {
     if (chance(50)) {
       at = place_of(value);
     }
+    // From a disk it is a move to memory before; value_test.cpp has that.
+    const std::optional<Location> read = at ? at : Rules::cheapest(value, std::nullopt);
+    if (read && read->is_disk()) {
+      return;
+    }
     note("take", to_string(value.handle), at);
     std::set<ErrorCode> why_not;
     if (value.discarded) {

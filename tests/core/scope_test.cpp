@@ -993,6 +993,13 @@ TEST_F(ScopeTest, WithRunsTheBodyBetweenEnterAndExit) {
   EXPECT_EQ(places(a), std::vector{kPinned});
 }
 
+TEST_F(ScopeTest, WithoutABodyNothingIsEntered) {
+  start();
+  const Handle a = adopt(kPageable, 100);
+  const ResidencyPlan plan("p", {EnsureResident{a, kPinned}});
+  refused<std::invalid_argument>([&] { manager->with(plan, nullptr); });
+}
+
 TEST_F(ScopeTest, WithRunsNoBodyWhenTheEntryFails) {
   start();
   const Handle a = adopt(kPinned, 100);

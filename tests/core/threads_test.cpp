@@ -386,6 +386,46 @@ TEST_F(ThreadsTest, SlowLoadIsChargedWhileItLasts) {
   loading.finish();
 }
 
+TEST_F(ThreadsTest, CallThatMayNotBlockDoesNotWaitForAnotherOnTheSameValue) {
+  start();
+  const Handle slow = source(100);
+  const Handle handles[] = {slow};
+  Gate gate;
+  sources[slow]->before_load = [&] { gate.pass(); };
+  Calling loading([&] { manager->ensure(slow, kPageable); });
+  gate.entered.wait();
+  const ActionOptions impatient{.may_block = false};
+  const AcquireOptions impatient_lease{.may_block = false};
+  EXPECT_THROW(manager->ensure(slow, kPageable, impatient), UnavailableError);
+  EXPECT_THROW(manager->move(slow, kCuda0, std::nullopt, impatient), UnavailableError);
+  EXPECT_THROW(manager->acquire(handles, kPageable, impatient_lease).release(), UnavailableError);
+  EXPECT_THROW(manager->borrow(handles, kPageable, impatient_lease).release(), UnavailableError);
+  gate.open.count_down();
+  loading.finish();
+  manager->borrow(handles, kPageable, impatient_lease).release();
+}
+
+TEST_F(ThreadsTest, TakeFollowsAValueThatAnotherThreadMovesToDisk) {
+  fake_options.completion = fake::Completion::kImmediate;
+  start();
+  for (int round = 0; round < 300; ++round) {
+    const Handle handle = adopt(kPageable, 100);
+    Calling moving([&] {
+      try {
+        for (int i = 0; i < 10; ++i) {
+          manager->move(handle, i % 2 == 0 ? kDisk : kPageable);
+        }
+      } catch (const HandleError&) {
+        // It was taken.
+      }
+    });
+    const BlockPtr taken = manager->take(handle);
+    moving.finish();
+    ASSERT_FALSE(taken->location().is_disk());
+    ASSERT_TRUE(dynamic_cast<FakeBlock&>(*taken).holds(seeds[handle]));
+  }
+}
+
 TEST_F(ThreadsTest, CallsOnTheSameValueAreServedInTheOrderTheyCame) {
   start();
   const Handle handle = source(100);
@@ -815,6 +855,26 @@ TEST_F(CloseTest, GuardsMayOutliveTheManager) {
   EXPECT_TRUE(backend->closed());
   EXPECT_EQ(backend->live_bytes(kPageable), Bytes());
   EXPECT_TRUE(warnings.texts().empty());
+}
+
+TEST_F(CloseTest, AfterATransferFailedUnderACallThatHadTheTurn) {
+  start();
+  backend->set_waits_block(true);
+  const Handle handle = adopt(kPageable, 100);
+  manager->ensure(handle, kCuda0);
+  backend->fail(Call::kTransfer, 1);
+  manager->ensure(handle, kDisk);
+  Calling dropping([&] { manager->drop(handle, kPageable); });  // waits for both
+  dropping.wait_until_blocked();
+  ASSERT_TRUE(backend->complete(handle, kDisk));
+  ASSERT_EQ(backend->transfer_status(handle, kDisk), FenceStatus::kFailed);
+  EXPECT_EQ(used(kDisk), Bytes()) << "off the ledger, while the record still has it";
+  Calling closing([&] { manager->close({.wait = false, .force = true}); });
+  closing.wait_until_blocked();
+  ASSERT_TRUE(backend->complete(handle, kCuda0));
+  EXPECT_THROW(dropping.finish(), ClosedError);
+  closing.finish();
+  EXPECT_TRUE(backend->closed());
 }
 
 TEST_F(CloseTest, IsIdempotent) {

@@ -531,6 +531,43 @@ TEST_F(ValueTest, TakeWaitsUntilTheBytesAreThere) {
   EXPECT_TRUE(dynamic_cast<FakeBlock&>(*taken).holds(seeds[handle]));
 }
 
+TEST_F(ValueTest, TakeGivesMemoryWhateverTheLinkOrderSays) {
+  options.link_order = {LocationKind::kDisk, LocationKind::kCuda};
+  start();
+  const Handle handle = adopt(kPageable, 100);
+  manager->ensure(handle, kDisk);
+  const BlockPtr taken = manager->take(handle);
+  EXPECT_EQ(taken->location(), kPageable);
+  EXPECT_TRUE(dynamic_cast<FakeBlock&>(*taken).holds(seeds[handle]));
+  EXPECT_EQ(used(kDisk), Bytes());
+}
+
+TEST_F(ValueTest, TakeBringsWhatIsOnlyOnDiskToMemory) {
+  start();
+  for (const ReplicaMode mode : {kReplicable, kExclusive}) {
+    const Handle handle = adopt(kPageable, 100, mode);
+    manager->move(handle, kDisk);
+    refused<std::invalid_argument>([&] { (void)manager->take(handle, kDisk); });
+    const BlockPtr taken = manager->take(handle);
+    EXPECT_EQ(taken->location(), kPageable);
+    EXPECT_TRUE(dynamic_cast<FakeBlock&>(*taken).holds(seeds[handle]));
+    EXPECT_EQ(used(kDisk), Bytes());
+    EXPECT_EQ(used(kPageable), Bytes());
+  }
+}
+
+TEST_F(ValueTest, TakeOfWhatCannotBeReadFromDiskLosesNothing) {
+  start();
+  const Handle handle = adopt(kPageable, 100);
+  manager->move(handle, kDisk);
+  backend->complete_all();
+  backend->fail(Call::kTransfer, 1);
+  EXPECT_THROW((void)manager->take(handle), TransferError);
+  EXPECT_EQ(places(handle), std::vector{kDisk});
+  backend->clear_faults();
+  EXPECT_TRUE(dynamic_cast<FakeBlock&>(*manager->take(handle)).holds(seeds[handle]));
+}
+
 TEST_F(ValueTest, TakeOfWhatIsProtectedAbsentOrUnloadedIsRefused) {
   start();
   const Handle handle = adopt(kPageable, 100);
@@ -617,6 +654,12 @@ TEST_F(ValueTest, DuplicateBudgetsAndDisksAreArgumentErrors) {
   ManagerOptions bad_name;
   bad_name.disks = {{.name = "../x", .directory = "/x", .budget = std::nullopt}};
   EXPECT_THROW((void)make(bad_name), std::invalid_argument);
+  ManagerOptions nowhere;
+  nowhere.disks = {{.name = "a", .directory = "", .budget = std::nullopt}};
+  EXPECT_THROW((void)make(nowhere), std::invalid_argument);
+  ManagerOptions order;
+  order.link_order = {LocationKind::kDisk, LocationKind::kCuda, LocationKind::kDisk};
+  EXPECT_THROW((void)make(order), std::invalid_argument);
 }
 
 TEST_F(ValueTest, BudgetOfAMissingDeviceIsRefusedAtCreation) {

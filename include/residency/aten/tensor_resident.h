@@ -36,10 +36,20 @@ class RESIDENCY_API TensorResident {
 
   [[nodiscard]] std::size_t size() const noexcept { return tensors_.size(); }
   [[nodiscard]] bool empty() const noexcept { return tensors_.empty(); }
+  /// Throws `std::out_of_range` with the number that there are.
   [[nodiscard]] const std::string& name(std::size_t index) const {
-    return layout_->fields().at(index).name;
+    if (index >= tensors_.size()) {
+      throw_no_field(index);
+    }
+    return layout_->fields()[index].name;
   }
-  [[nodiscard]] const at::Tensor& operator[](std::size_t index) const { return tensors_[index]; }
+  /// Throws `std::out_of_range` with the number that there are.
+  [[nodiscard]] const at::Tensor& operator[](std::size_t index) const {
+    if (index >= tensors_.size()) {
+      throw_no_field(index);
+    }
+    return tensors_[index];
+  }
   /// Throws `std::out_of_range` with the names that there are.
   [[nodiscard]] const at::Tensor& operator[](std::string_view name) const;
   [[nodiscard]] bool contains(std::string_view name) const noexcept {
@@ -57,6 +67,7 @@ class RESIDENCY_API TensorResident {
   [[nodiscard]] Bytes storage_bytes() const noexcept { return layout_->storage_bytes(); }
 
  private:
+  [[noreturn]] void throw_no_field(std::size_t index) const;
   friend class TensorBlock;
   friend class TensorView;
   TensorResident(std::shared_ptr<const TensorLayout> layout, std::vector<at::Tensor> tensors,

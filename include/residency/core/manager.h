@@ -68,9 +68,12 @@ class RESIDENCY_API Manager {
   /// `BudgetError`. Memory that escaped from here and comes back as a whole is charged once; a part
   /// of it is charged beside the escaped bytes, until those go.
   [[nodiscard]] Handle adopt(BlockPtr block, const ValueSpec& spec, ValueType type = {});
-  /// Ends management of an unprotected value and gives its block at `at` (default: the only one,
-  /// or the cheapest by the link order), complete. Other materializations are released.
-  /// Throws as the actions do. The handle is refused from then on.
+  /// Ends management of an unprotected value and gives its block at `at` (default: the only one in
+  /// memory, or the cheapest by the link order), complete. A value that is only on disk is brought
+  /// to pageable host memory first, as one step with the rest. Other materializations are released.
+  /// Throws as the actions do, and `std::invalid_argument` for a disk; the value is then where it
+  /// was, or in host memory. The handle is refused from then on. (`take` in residency/aten gives
+  /// tensors.)
   [[nodiscard]] BlockPtr take(const Handle& handle, std::optional<Location> at = std::nullopt);
 
   // The five actions. Each returns when its work is enqueued; `ActionReport::wait` waits for the
@@ -123,7 +126,8 @@ class RESIDENCY_API Manager {
   [[nodiscard]] Lease acquire(std::span<const Handle> handles, Location at,
                               const AcquireOptions& options = {});
   /// Ensure and acquire as one step, all or none, protected before anyone else can evict. Waits as
-  /// `acquire` does. Throws as both do, with what was brought here taken back.
+  /// `acquire` does. Throws as both do, with what was brought here taken back, unless somebody else
+  /// uses it by then.
   [[nodiscard]] Lease borrow(std::span<const Handle> handles, Location at,
                              const AcquireOptions& options = {});
   /// Protects materializations from being given up, without using them: no stream, no lease. All

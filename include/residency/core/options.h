@@ -54,7 +54,9 @@ struct ActionOptions {
   /// The stream to copy on; it must belong to the destination (or, from a device to the host, to
   /// the source). Default: the backend's own transfer stream.
   std::optional<Stream> stream = std::nullopt;
-  /// Whether the call may wait on the host for retiring bytes or for an arrival that can fail.
+  /// Whether the call may wait on the host: for retiring bytes, for an arrival that can fail, or
+  /// for another call that is changing the value. Otherwise it is refused, with `BudgetError` for
+  /// the first and `UnavailableError` for the others. Loading from a source is work, not waiting.
   bool may_block = true;
 };
 
