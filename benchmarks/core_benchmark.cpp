@@ -229,7 +229,9 @@ ResidencyPlan scope_plan(Cycle& cycle) {
   for (std::size_t i = 0; i < kEnsuresPerScope; ++i) {
     enter.push_back(EnsureResident{cycle.next(), Location::pageable_host()});
   }
-  return ResidencyPlan("layer", std::move(enter), {}, {{device(), 1_MiB, "activations"}});
+  return ResidencyPlan({.name = "layer",
+                        .reservations = {{device(), 1_MiB, "activations"}},
+                        .enter = std::move(enter)});
 }
 
 std::vector<ResidencyPlan> scope_plans(std::vector<Handle> handles, std::size_t count) {
@@ -311,7 +313,7 @@ ResidencyPlan cycling_plan(const std::vector<Handle>& handles) {
     for_each([](const Handle& h) { return MoveResident{h, Location::pageable_host()}; });
     for_each([](const Handle& h) { return EnsureResident{h, Location::pageable_host()}; });
   }
-  return ResidencyPlan("cycling", std::move(actions));
+  return ResidencyPlan({.name = "cycling", .enter = std::move(actions)});
 }
 
 /// The same kinds of action in the same numbers, each on the next handle: all distinct, or nearly.
@@ -323,7 +325,7 @@ ResidencyPlan spreading_plan(Cycle& cycle) {
     actions.push_back(MoveResident{cycle.next(), device()});
     actions.push_back(EnsureResident{cycle.next(), Location::pageable_host()});
   }
-  return ResidencyPlan("spreading", std::move(actions));
+  return ResidencyPlan({.name = "spreading", .enter = std::move(actions)});
 }
 
 void explain_once(World& world, const ResidencyPlan& plan) {

@@ -34,10 +34,10 @@ int main() {
   // One plan per layer: what it needs, and what becomes of it afterwards. A plan is a value; it can
   // be read, compared, written as JSON, and tried without doing anything.
   for (std::size_t i = 0; i < layers.size(); ++i) {
-    const ResidencyPlan plan("layer " + std::to_string(i),
-                             /*enter=*/{MoveResident{layers[i], host}},
-                             /*exit=*/{MoveResident{layers[i], disk}},
-                             /*reservations=*/{{host, 1_MiB, "activations"}});
+    const ResidencyPlan plan({.name = "layer " + std::to_string(i),
+                              .reservations = {{host, 1_MiB, "activations"}},
+                              .enter = {MoveResident{layers[i], host}},
+                              .exit = {MoveResident{layers[i], disk}}});
     std::fputs(to_string(manager->explain(plan)).c_str(), stdout);
 
     const PlanReport report = manager->with(plan, [&](Scope&) {

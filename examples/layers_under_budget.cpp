@@ -223,8 +223,10 @@ ResidencyPlan plan_for(const Layer& layer, const Handle& handle) {
       exit = {MoveResident{handle, disk()}};
       break;
   }
-  return ResidencyPlan(std::string(layer.name), std::move(enter), std::move(exit),
-                       {{kHost, kActivations, "activations"}});
+  return ResidencyPlan({.name = std::string(layer.name),
+                        .reservations = {{kHost, kActivations, "activations"}},
+                        .enter = std::move(enter),
+                        .exit = std::move(exit)});
 }
 
 struct Peak {

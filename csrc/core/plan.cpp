@@ -9,13 +9,12 @@
 
 namespace residency {
 
-ResidencyPlan::ResidencyPlan(std::string name, ActionList enter, ActionList exit,
-                             std::vector<MemoryReservation> reservations, ActionList reclaim)
-    : name_(std::move(name)),
-      enter_(std::move(enter)),
-      exit_(std::move(exit)),
-      reservations_(std::move(reservations)),
-      reclaim_(std::move(reclaim)) {
+ResidencyPlan::ResidencyPlan(PlanParts parts)
+    : name_(std::move(parts.name)),
+      reclaim_(std::move(parts.reclaim)),
+      reservations_(std::move(parts.reservations)),
+      enter_(std::move(parts.enter)),
+      exit_(std::move(parts.exit)) {
   if (name_.empty()) {
     throw std::invalid_argument("ResidencyPlan: the name of a plan cannot be empty");
   }

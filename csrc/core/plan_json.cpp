@@ -229,9 +229,11 @@ ResidencyPlan ResidencyPlan::from_json(std::string_view text) {
       reservations.push_back(read_reservation(each));
     });
   }
-  return ResidencyPlan(reader.field("name").text(), read_actions(reader, "enter"),
-                       read_actions(reader, "exit"), std::move(reservations),
-                       read_actions(reader, "reclaim"));
+  return ResidencyPlan({.name = reader.field("name").text(),
+                        .reclaim = read_actions(reader, "reclaim"),
+                        .reservations = std::move(reservations),
+                        .enter = read_actions(reader, "enter"),
+                        .exit = read_actions(reader, "exit")});
 }
 
 }  // namespace residency

@@ -531,8 +531,8 @@ TEST_F(LateFailureTest, MakesAVersionThatWasReadBeforeItStale) {
   EXPECT_THROW(manager->execute(actions, {.expected_state_version = before}), StaleStateError);
   ScopeOptions options;
   options.expected_state_version = before;
-  Scope scope =
-      manager->scope(ResidencyPlan("late", {}, {EnsureResident{handle, kPinned}}), options);
+  Scope scope = manager->scope(
+      ResidencyPlan({.name = "late", .exit = {EnsureResident{handle, kPinned}}}), options);
   EXPECT_THROW(scope.enter(), StaleStateError);
   EXPECT_GT(manager->state_version(), before);
   EXPECT_THROW(report.wait(), TransferError);

@@ -66,9 +66,11 @@ TEST_F(ExplainTest, ChangesNothing) {
   const Handle c = adopt(kPinned, 100, kExclusive);
   manager->ensure(a, kPinned);
   const ResidencyPlan plan(
-      "p", {EnsureResident{a, kCuda0}, EnsureResident{b, kCuda1}, MoveResident{c, kDisk}},
-      {DiscardValue{a}, DropResident{b, kCuda1}}, {{kCuda0, 100_B, "r"}},
-      {DropResident{a, kPinned}});
+      {.name = "p",
+       .reclaim = {DropResident{a, kPinned}},
+       .reservations = {{kCuda0, 100_B, "r"}},
+       .enter = {EnsureResident{a, kCuda0}, EnsureResident{b, kCuda1}, MoveResident{c, kDisk}},
+       .exit = {DiscardValue{a}, DropResident{b, kCuda1}}});
   const std::string before = untouched();
   changes_nothing([&] { EXPECT_TRUE(manager->explain(plan).feasible); });
   EXPECT_EQ(untouched(), before);
@@ -161,10 +163,11 @@ TEST_F(ExplainTest, OrderIsThatOfAScope) {
   const Handle old = adopt(kPinned, 1024);
   manager->ensure(old, kCuda0);
   const Handle a = adopt(kPinned, 512);
-  const ResidencyPlan plan("order", {EnsureResident{a, kCuda0}},
-                           {DropResident{a, kCuda0}, EnsureResident{old, kPageable}},
-                           {{kCuda0, 1000_B, "first"}, {kCuda0, 24_B, "second"}},
-                           {DropResident{old, kCuda0}});
+  const ResidencyPlan plan({.name = "order",
+                            .reclaim = {DropResident{old, kCuda0}},
+                            .reservations = {{kCuda0, 1000_B, "first"}, {kCuda0, 24_B, "second"}},
+                            .enter = {EnsureResident{a, kCuda0}},
+                            .exit = {DropResident{a, kCuda0}, EnsureResident{old, kPageable}}});
   const auto explanation = manager->explain(plan);
   EXPECT_TRUE(explanation.feasible) << explanation.infeasible_because;
   EXPECT_EQ(explanation.plan, "order");
@@ -204,9 +207,10 @@ TEST_F(ExplainTest, ReservationThatDoesNotFitEndsItToo) {
   start();
   const Handle a = adopt(kPinned, 100);
   const ResidencyPlan plan(
-      "p", {EnsureResident{a, kCuda0}}, {},
-      {{kCuda0, 600_B, "first"}, {kCuda0, 401_B, "second"}, {kCuda0, 1_B, "x"}},
-      {EnsureResident{a, kPinned}});
+      {.name = "p",
+       .reclaim = {EnsureResident{a, kPinned}},
+       .reservations = {{kCuda0, 600_B, "first"}, {kCuda0, 401_B, "second"}, {kCuda0, 1_B, "x"}},
+       .enter = {EnsureResident{a, kCuda0}}});
   const auto explanation = manager->explain(plan);
   EXPECT_FALSE(explanation.feasible);
   EXPECT_EQ(explanation.actions.size(), 1U) << "of reclaim; enter is not reached";
@@ -244,7 +248,8 @@ TEST_F(ExplainTest, BadHandlesAndMissingLocationsAreVerdicts) {
       EXPECT_EQ(refused.reason, Reason::kLocationUnavailable);
       EXPECT_NE(describe(refused).find(to_string(missing)), std::string::npos) << describe(refused);
     }
-    const auto explanation = manager->explain(ResidencyPlan("p", {}, {}, {{missing, 1_B, "r"}}));
+    const auto explanation =
+        manager->explain(ResidencyPlan({.name = "p", .reservations = {{missing, 1_B, "r"}}}));
     EXPECT_FALSE(explanation.feasible);
     EXPECT_EQ(explanation.reservations.at(0).reason, Reason::kLocationUnavailable);
   }
@@ -253,7 +258,7 @@ TEST_F(ExplainTest, BadHandlesAndMissingLocationsAreVerdicts) {
 TEST_F(ExplainTest, StaleVersionAndClosedManagerAreExceptions) {
   start();
   const Handle a = adopt(kPinned, 100);
-  const ResidencyPlan plan("p", {EnsureResident{a, kCuda0}});
+  const ResidencyPlan plan({.name = "p", .enter = {EnsureResident{a, kCuda0}}});
   const auto version = manager->state_version();
   EXPECT_TRUE(manager->explain(plan, version).feasible);
   manager->ensure(a, kPageable);
@@ -316,9 +321,12 @@ TEST_F(ExplainTest, PeaksOfAScopeIncludeItsReservations) {
   manager->ensure(old, kCuda0);
   const Handle a = adopt(kPinned, 512);
   backend->complete_all();
-  const ResidencyPlan plan("p", {EnsureResident{a, kCuda0}},
-                           {MoveResident{a, kCuda1, kCuda0}, EnsureResident{old, kCuda0}},
-                           {{kCuda0, 2000_B, "r"}}, {DropResident{old, kCuda0}});
+  const ResidencyPlan plan(
+      {.name = "p",
+       .reclaim = {DropResident{old, kCuda0}},
+       .reservations = {{kCuda0, 2000_B, "r"}},
+       .enter = {EnsureResident{a, kCuda0}},
+       .exit = {MoveResident{a, kCuda1, kCuda0}, EnsureResident{old, kCuda0}}});
   manager->reset_peaks();
   const auto explanation = manager->explain(plan);
   ASSERT_TRUE(explanation.feasible) << explanation.infeasible_because;
@@ -397,8 +405,9 @@ TEST_F(ExplainTest, TextShowsTheActionsAndTheLocations) {
   start();
   const Handle a = adopt(kPinned, 512);
   const Handle big = adopt(kPinned, 4096);
-  const ResidencyPlan plan("for people", {EnsureResident{a, kCuda0}, EnsureResident{a, kPinned}},
-                           {}, {{kCuda0, 77_B, "head room"}});
+  const ResidencyPlan plan({.name = "for people",
+                            .reservations = {{kCuda0, 77_B, "head room"}},
+                            .enter = {EnsureResident{a, kCuda0}, EnsureResident{a, kPinned}}});
   const std::string good = to_string(manager->explain(plan));
   for (const std::string& part :
        {std::string("plan 'for people'"), std::string("feasible"), std::string("enter"),

@@ -244,11 +244,12 @@ class Scenario {
     step("give up what is shared", [this] { manager->move(e_.handle, kPageable, kPinned); });
     step("forget the alias", [this] { alias_.reset(); });
     step("scope", [this] {
-      const ResidencyPlan plan("scenario",
-                               {EnsureResident{a_.handle, kCuda0}, MoveResident{b_.handle, kCuda0}},
-                               {MoveResident{b_.handle, kPinned}, DropResident{a_.handle, kCuda0}},
-                               {{kCuda0, 2_KiB, "first"}, {kPageable, 100_B, "second"}},
-                               {MoveResident{e_.handle, kDisk}, DropResident{s_.handle, kCuda1}});
+      const ResidencyPlan plan(
+          {.name = "scenario",
+           .reclaim = {MoveResident{e_.handle, kDisk}, DropResident{s_.handle, kCuda1}},
+           .reservations = {{kCuda0, 2_KiB, "first"}, {kPageable, 100_B, "second"}},
+           .enter = {EnsureResident{a_.handle, kCuda0}, MoveResident{b_.handle, kCuda0}},
+           .exit = {MoveResident{b_.handle, kPinned}, DropResident{a_.handle, kCuda0}}});
       ScopeOptions options;
       options.on_failure = on_failure_;
       manager->with(
@@ -491,7 +492,8 @@ TEST_F(RollbackTest, SeventhOfTenCannotAllocateAndASecondTrySucceeds) {
     live[at] = backend->live_bytes(at);
   }
   for (const auto on_failure : {OnFailure::kRollback, OnFailure::kKeep}) {
-    Scope scope = manager->scope(ResidencyPlan("ten", enter), {.on_failure = on_failure});
+    Scope scope =
+        manager->scope(ResidencyPlan({.name = "ten", .enter = enter}), {.on_failure = on_failure});
     try {
       scope.enter();
       FAIL();

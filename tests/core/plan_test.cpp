@@ -19,14 +19,15 @@ const Handle kHandle(42);
 const Handle kOther(43, ValueType("adapters"));
 
 ResidencyPlan example() {
-  return ResidencyPlan("layer 3",
-                       {EnsureResident{kHandle, Location::cuda(0)},
-                        MoveResident{kOther, Location::cuda(1), Location::pinned_host()},
-                        MoveResident{kOther, Location::cuda(1)}},
-                       {DropResident{kHandle, Location::cuda(0)}},
-                       {MemoryReservation{Location::cuda(0), 1_MiB, "activations"},
+  return ResidencyPlan(
+      {.name = "layer 3",
+       .reclaim = {DiscardValue{kOther}},
+       .reservations = {MemoryReservation{Location::cuda(0), 1_MiB, "activations"},
                         MemoryReservation{Location::pinned_host(), 0_B, "staging"}},
-                       {DiscardValue{kOther}});
+       .enter = {EnsureResident{kHandle, Location::cuda(0)},
+                 MoveResident{kOther, Location::cuda(1), Location::pinned_host()},
+                 MoveResident{kOther, Location::cuda(1)}},
+       .exit = {DropResident{kHandle, Location::cuda(0)}}});
 }
 
 TEST(ResidencyPlan, IsConstructedPositionally) {
@@ -34,7 +35,11 @@ TEST(ResidencyPlan, IsConstructedPositionally) {
   const ActionList exit = {DropResident{kHandle, Location::cuda(0)}};
   const std::vector<MemoryReservation> reservations = {{Location::cuda(0), 5_B, "r"}};
   const ActionList reclaim = {MoveResident{kHandle, Location::pinned_host(), Location::cuda(0)}};
-  const ResidencyPlan plan("name", enter, exit, reservations, reclaim);
+  const ResidencyPlan plan({.name = "name",
+                            .reclaim = reclaim,
+                            .reservations = reservations,
+                            .enter = enter,
+                            .exit = exit});
   EXPECT_EQ(plan.name(), "name");
   EXPECT_EQ(plan.enter(), enter);
   EXPECT_EQ(plan.exit(), exit);
@@ -59,7 +64,7 @@ TEST(ResidencyPlan, ActionsAreConstructedPositionally) {
 }
 
 TEST(ResidencyPlan, EmptyOneIsLegal) {
-  const ResidencyPlan plan("nothing");
+  const ResidencyPlan plan({.name = "nothing"});
   EXPECT_TRUE(plan.enter().empty());
   EXPECT_TRUE(plan.exit().empty());
   EXPECT_TRUE(plan.reservations().empty());
@@ -68,13 +73,14 @@ TEST(ResidencyPlan, EmptyOneIsLegal) {
 }
 
 TEST(ResidencyPlan, EmptyNameOrLabelIsAnArgumentError) {
-  EXPECT_THROW(ResidencyPlan(""), std::invalid_argument);
-  EXPECT_THROW(ResidencyPlan("p", {}, {}, {{Location::cuda(0), 1_B, ""}}), std::invalid_argument);
+  EXPECT_THROW(ResidencyPlan({.name = ""}), std::invalid_argument);
+  EXPECT_THROW(ResidencyPlan({.name = "p", .reservations = {{Location::cuda(0), 1_B, ""}}}),
+               std::invalid_argument);
 }
 
 TEST(ResidencyPlan, SequencesAreCopiedAtConstruction) {
   ActionList enter = {EnsureResident{kHandle, Location::cuda(0)}};
-  const ResidencyPlan plan("p", enter);
+  const ResidencyPlan plan({.name = "p", .enter = enter});
   enter.clear();
   EXPECT_EQ(plan.enter().size(), 1U);
 }
@@ -94,15 +100,40 @@ TEST(ResidencyPlan, EqualityAndHashSeeEveryPart) {
   EXPECT_EQ(plan, example());
   EXPECT_EQ(plan.hash_code(), example().hash_code());
   const ResidencyPlan others[] = {
-      ResidencyPlan("layer 4", plan.enter(), plan.exit(), plan.reservations(), plan.reclaim()),
-      ResidencyPlan(plan.name(), plan.exit(), plan.exit(), plan.reservations(), plan.reclaim()),
-      ResidencyPlan(plan.name(), plan.enter(), plan.enter(), plan.reservations(), plan.reclaim()),
-      ResidencyPlan(plan.name(), plan.enter(), plan.exit(), {}, plan.reclaim()),
-      ResidencyPlan(plan.name(), plan.enter(), plan.exit(), plan.reservations(), {}),
+      ResidencyPlan({.name = "layer 4",
+                     .reclaim = plan.reclaim(),
+                     .reservations = plan.reservations(),
+                     .enter = plan.enter(),
+                     .exit = plan.exit()}),
+      ResidencyPlan({.name = plan.name(),
+                     .reclaim = plan.reclaim(),
+                     .reservations = plan.reservations(),
+                     .enter = plan.exit(),
+                     .exit = plan.exit()}),
+      ResidencyPlan({.name = plan.name(),
+                     .reclaim = plan.reclaim(),
+                     .reservations = plan.reservations(),
+                     .enter = plan.enter(),
+                     .exit = plan.enter()}),
+      ResidencyPlan({.name = plan.name(),
+                     .reclaim = plan.reclaim(),
+                     .enter = plan.enter(),
+                     .exit = plan.exit()}),
+      ResidencyPlan({.name = plan.name(),
+                     .reservations = plan.reservations(),
+                     .enter = plan.enter(),
+                     .exit = plan.exit()}),
       // The same actions in another phase.
-      ResidencyPlan(plan.name(), plan.reclaim(), plan.exit(), plan.reservations(), plan.enter()),
-      ResidencyPlan(plan.name(), plan.enter(), plan.exit(),
-                    {plan.reservations()[1], plan.reservations()[0]}, plan.reclaim()),
+      ResidencyPlan({.name = plan.name(),
+                     .reclaim = plan.enter(),
+                     .reservations = plan.reservations(),
+                     .enter = plan.reclaim(),
+                     .exit = plan.exit()}),
+      ResidencyPlan({.name = plan.name(),
+                     .reclaim = plan.reclaim(),
+                     .reservations = {plan.reservations()[1], plan.reservations()[0]},
+                     .enter = plan.enter(),
+                     .exit = plan.exit()}),
   };
   std::unordered_set<std::size_t> hashes = {plan.hash_code()};
   for (const auto& other : others) {
@@ -156,13 +187,14 @@ TEST(ResidencyPlan, SurvivesJson) {
 TEST(ResidencyPlan, SurvivesJsonWithStrangeNames) {
   for (const std::string& name : {std::string("quote\" \\ \n\t"), std::string("Größe 测试"),
                                   std::string("nul\0inside", 10)}) {
-    const ResidencyPlan plan(name, {}, {}, {{Location::cuda(0), Bytes::max(), name}});
+    const ResidencyPlan plan(
+        {.name = name, .reservations = {{Location::cuda(0), Bytes::max(), name}}});
     EXPECT_EQ(ResidencyPlan::from_json(plan.to_json()), plan);
   }
 }
 
 TEST(ResidencyPlan, NameThatIsNotUtf8IsAnArgumentErrorOrKept) {
-  const ResidencyPlan plan("\xff\xfe");
+  const ResidencyPlan plan({.name = "\xff\xfe"});
   try {
     EXPECT_EQ(ResidencyPlan::from_json(plan.to_json()), plan);
   } catch (const std::invalid_argument&) {
@@ -170,7 +202,7 @@ TEST(ResidencyPlan, NameThatIsNotUtf8IsAnArgumentErrorOrKept) {
 }
 
 TEST(ResidencyPlan, JsonBeginsWithItsVersion) {
-  EXPECT_EQ(ResidencyPlan("p").to_json().find("{\"version\":1,\"name\":\"p\""), 0U);
+  EXPECT_EQ(ResidencyPlan({.name = "p"}).to_json().find("{\"version\":1,\"name\":\"p\""), 0U);
 }
 
 class BadPlanJson : public testing::TestWithParam<std::string> {};

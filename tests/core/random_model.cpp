@@ -1204,8 +1204,11 @@ class Run {
       reservations.push_back({any_location(), Bytes(static_cast<std::int64_t>(below(3000))),
                               "scope " + std::to_string(i)});
     }
-    const ResidencyPlan resident("scope", list_of(enter), list_of(exit), reservations,
-                                 list_of(reclaim));
+    const ResidencyPlan resident({.name = "scope",
+                                  .reclaim = list_of(reclaim),
+                                  .reservations = reservations,
+                                  .enter = list_of(enter),
+                                  .exit = list_of(exit)});
     std::string text = to_string(resident);
     std::replace(text.begin(), text.end(), '\n', ';');
     note("scope", text);

@@ -17,7 +17,7 @@ TEST_F(ReservationLifeTest, WaitsForRetiringBytesOnlyWhenItMayBlock) {
   start();
   const Handle a = adopt(kPageable, 128);
   manager->move(a, kDisk);
-  const ResidencyPlan plan("p", {}, {}, {{kPageable, 1_B, "r"}});
+  const ResidencyPlan plan({.name = "p", .reservations = {{kPageable, 1_B, "r"}}});
   const auto explanation = manager->explain(plan);
   EXPECT_TRUE(explanation.feasible) << "it only lacks bytes that are on their way out";
   Scope impatient = manager->scope(plan, {.may_block = false});

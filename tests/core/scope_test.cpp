@@ -510,7 +510,8 @@ TEST_F(SeventhOfTenTest, WithRollbackEverythingEqualsTheStartAndASecondTrySuccee
   prepare();
   const std::string before = state();
   const auto listed = manager->locations();
-  const ResidencyPlan plan("ten", actions, {}, {{kCuda1, 100_B, "room"}});
+  const ResidencyPlan plan(
+      {.name = "ten", .reservations = {{kCuda1, 100_B, "room"}}, .enter = actions});
   {
     Scope scope = manager->scope(plan, {.on_failure = OnFailure::kRollback});
     const auto error = failure_of([&] { scope.enter(); });
@@ -533,7 +534,8 @@ TEST_F(SeventhOfTenTest, WithRollbackEverythingEqualsTheStartAndASecondTrySuccee
 TEST_F(SeventhOfTenTest, WithoutRollbackTheReportListsTheSix) {
   prepare();
   const std::string before = state();
-  Scope scope = manager->scope(ResidencyPlan("ten", actions, {}, {{kCuda1, 100_B, "room"}}));
+  Scope scope = manager->scope(
+      ResidencyPlan({.name = "ten", .reservations = {{kCuda1, 100_B, "room"}}, .enter = actions}));
   const auto error = failure_of([&] { scope.enter(); });
   expect_named(error);
   EXPECT_FALSE(error.state_restored);
@@ -551,8 +553,10 @@ TEST_F(ScopeTest, MakingOneDoesNothing) {
   const Warnings warnings;
   start();
   const Handle a = adopt(kPinned, 100);
-  const ResidencyPlan plan("p", {EnsureResident{a, kCuda0}}, {DropResident{a, kCuda0}},
-                           {{kCuda0, 100_B, "r"}});
+  const ResidencyPlan plan({.name = "p",
+                            .reservations = {{kCuda0, 100_B, "r"}},
+                            .enter = {EnsureResident{a, kCuda0}},
+                            .exit = {DropResident{a, kCuda0}}});
   changes_nothing([&] {
     const Scope scope = manager->scope(plan);
     EXPECT_EQ(scope.plan(), plan);
@@ -570,9 +574,12 @@ TEST_F(ScopeTest, RunsReclaimReservationsEnterAndAtTheCloseExit) {
   manager->ensure(old, kCuda0);
   const Handle a = adopt(kPinned, 512);
   // Each needs the room that the part before it makes, and only that.
-  Scope scope = manager->scope(ResidencyPlan(
-      "order", {EnsureResident{a, kCuda0}}, {DropResident{a, kCuda0}, EnsureResident{old, kPinned}},
-      {{kCuda0, 1000_B, "first"}, {kCuda0, 24_B, "second"}}, {DropResident{old, kCuda0}}));
+  Scope scope = manager->scope(
+      ResidencyPlan({.name = "order",
+                     .reclaim = {DropResident{old, kCuda0}},
+                     .reservations = {{kCuda0, 1000_B, "first"}, {kCuda0, 24_B, "second"}},
+                     .enter = {EnsureResident{a, kCuda0}},
+                     .exit = {DropResident{a, kCuda0}, EnsureResident{old, kPinned}}}));
   scope.enter();
   EXPECT_TRUE(scope.entered());
   const Snapshot inside = manager->snapshot();
@@ -596,7 +603,7 @@ TEST_F(ScopeTest, RunsReclaimReservationsEnterAndAtTheCloseExit) {
 
 TEST_F(ScopeTest, EmptyPlanIsLegal) {
   start();
-  Scope scope = manager->scope(ResidencyPlan("empty"));
+  Scope scope = manager->scope(ResidencyPlan({.name = "empty"}));
   scope.enter();
   scope.close();
   EXPECT_TRUE(scope.report().empty());
@@ -611,14 +618,18 @@ TEST_F(ScopeTest, WhatIsImpossibleInAnyPhaseBlocksTheEntry) {
   const ResidencyAction bad = EnsureResident{big, kCuda0};
   const ResidencyAction last = DropResident{big, kPinned};
   const std::tuple<ResidencyPlan, Phase, Reason> plans[] = {
-      {ResidencyPlan("p", {}, {}, {}, {good, bad}), Phase::kReclaim, Reason::kOverBudget},
-      {ResidencyPlan("p", {good}, {}, {{kCuda0, 100_B, "a"}, {kCuda0, 925_B, "b"}}),
+      {ResidencyPlan({.name = "p", .reclaim = {good, bad}}), Phase::kReclaim, Reason::kOverBudget},
+      {ResidencyPlan({.name = "p",
+                      .reservations = {{kCuda0, 100_B, "a"}, {kCuda0, 925_B, "b"}},
+                      .enter = {good}}),
        Phase::kReserve, Reason::kOverBudget},
-      {ResidencyPlan("p", {good}, {}, {{kCuda0, 1_B, "a"}, {Location::cuda(9), 1_B, "b"}}),
+      {ResidencyPlan({.name = "p",
+                      .reservations = {{kCuda0, 1_B, "a"}, {Location::cuda(9), 1_B, "b"}},
+                      .enter = {good}}),
        Phase::kReserve, Reason::kLocationUnavailable},
-      {ResidencyPlan("p", {good, bad}), Phase::kEnter, Reason::kOverBudget},
-      {ResidencyPlan("p", {good}, {DropResident{a, kCuda0}, last}), Phase::kExit,
-       Reason::kLastMaterialization},
+      {ResidencyPlan({.name = "p", .enter = {good, bad}}), Phase::kEnter, Reason::kOverBudget},
+      {ResidencyPlan({.name = "p", .enter = {good}, .exit = {DropResident{a, kCuda0}, last}}),
+       Phase::kExit, Reason::kLastMaterialization},
   };
   for (const auto& [plan, phase, reason] : plans) {
     SCOPED_TRACE(to_string(phase));
@@ -637,13 +648,15 @@ TEST_F(ScopeTest, EnterActionsMustFitBesideTheReservations) {
   budget(kCuda0, 1024_B);
   start();
   const Handle a = adopt(kPinned, 512);
-  Scope scope = manager->scope(
-      ResidencyPlan("p", {EnsureResident{a, kCuda0}}, {}, {{kCuda0, 513_B, "room"}}));
+  Scope scope = manager->scope(ResidencyPlan({.name = "p",
+                                              .reservations = {{kCuda0, 513_B, "room"}},
+                                              .enter = {EnsureResident{a, kCuda0}}}));
   const auto error = refused<PlanError>([&] { scope.enter(); });
   EXPECT_EQ(error->phase, Phase::kEnter);
   EXPECT_EQ(error->verdict.shortfall.reserved, 513_B);
-  Scope fits = manager->scope(
-      ResidencyPlan("p", {EnsureResident{a, kCuda0}}, {}, {{kCuda0, 512_B, "room"}}));
+  Scope fits = manager->scope(ResidencyPlan({.name = "p",
+                                             .reservations = {{kCuda0, 512_B, "room"}},
+                                             .enter = {EnsureResident{a, kCuda0}}}));
   fits.enter();
   fits.close();
 }
@@ -653,14 +666,15 @@ TEST_F(ScopeTest, ExpectedVersionIsCheckedFirst) {
   const Handle a = adopt(kPinned, 100);
   const auto version = manager->state_version();
   manager->ensure(a, kCuda0);
-  Scope scope =
-      manager->scope(ResidencyPlan("p", {DropResident{a, kDisk}, EnsureResident{Handle(), kDisk}}),
-                     {.expected_state_version = version});
+  Scope scope = manager->scope(
+      ResidencyPlan(
+          {.name = "p", .enter = {DropResident{a, kDisk}, EnsureResident{Handle(), kDisk}}}),
+      {.expected_state_version = version});
   const auto error = refused<StaleStateError>([&] { scope.enter(); });
   EXPECT_EQ(error->expected, version);
   EXPECT_EQ(error->actual, manager->state_version());
-  Scope fresh =
-      manager->scope(ResidencyPlan("p"), {.expected_state_version = manager->state_version()});
+  Scope fresh = manager->scope(ResidencyPlan({.name = "p"}),
+                               {.expected_state_version = manager->state_version()});
   fresh.enter();
   fresh.close();
 }
@@ -668,7 +682,7 @@ TEST_F(ScopeTest, ExpectedVersionIsCheckedFirst) {
 TEST_F(ScopeTest, IsForOneUse) {
   start();
   const Handle a = adopt(kPinned, 100);
-  Scope scope = manager->scope(ResidencyPlan("p", {EnsureResident{a, kCuda0}}));
+  Scope scope = manager->scope(ResidencyPlan({.name = "p", .enter = {EnsureResident{a, kCuda0}}}));
   scope.enter();
   refused<LifetimeClosedError>([&] { scope.enter(); });
   scope.close();
@@ -678,14 +692,15 @@ TEST_F(ScopeTest, IsForOneUse) {
 TEST_F(ScopeTest, IsForOneUseEvenAfterAFailedFirstTime) {
   start();
   const Handle a = adopt(kPinned, 100);
-  Scope infeasible = manager->scope(ResidencyPlan("p", {}, {}, {}, {DropResident{a, kPinned}}));
+  Scope infeasible =
+      manager->scope(ResidencyPlan({.name = "p", .reclaim = {DropResident{a, kPinned}}}));
   refused<PlanError>([&] { infeasible.enter(); });
   manager->ensure(a, kCuda0);  // now it would be possible
   refused<LifetimeClosedError>([&] { infeasible.enter(); });
-  Scope stale = manager->scope(ResidencyPlan("p"), {.expected_state_version = 0});
+  Scope stale = manager->scope(ResidencyPlan({.name = "p"}), {.expected_state_version = 0});
   refused<StaleStateError>([&] { stale.enter(); });
   refused<LifetimeClosedError>([&] { stale.enter(); });
-  Scope failed = manager->scope(ResidencyPlan("p", {EnsureResident{a, kCuda1}}));
+  Scope failed = manager->scope(ResidencyPlan({.name = "p", .enter = {EnsureResident{a, kCuda1}}}));
   backend->fail(Call::kCopy, 1);
   failure_of([&] { failed.enter(); });
   refused<LifetimeClosedError>([&] { failed.enter(); });
@@ -694,7 +709,8 @@ TEST_F(ScopeTest, IsForOneUseEvenAfterAFailedFirstTime) {
 TEST_F(ScopeTest, ClosingTwiceOrWithoutHavingEnteredDoesNothing) {
   start();
   const Handle a = adopt(kPinned, 100);
-  const ResidencyPlan plan("p", {EnsureResident{a, kCuda0}}, {DropResident{a, kCuda0}});
+  const ResidencyPlan plan(
+      {.name = "p", .enter = {EnsureResident{a, kCuda0}}, .exit = {DropResident{a, kCuda0}}});
   Scope never = manager->scope(plan);
   changes_nothing([&] { never.close(); });
   Scope scope = manager->scope(plan);
@@ -703,8 +719,8 @@ TEST_F(ScopeTest, ClosingTwiceOrWithoutHavingEnteredDoesNothing) {
   manager->ensure(a, kCuda0);
   changes_nothing([&] { scope.close(); });
   EXPECT_EQ(scope.report().size(), 2U);
-  Scope failed =
-      manager->scope(ResidencyPlan("p", {EnsureResident{a, kCuda1}}, {DropResident{a, kCuda0}}));
+  Scope failed = manager->scope(ResidencyPlan(
+      {.name = "p", .enter = {EnsureResident{a, kCuda1}}, .exit = {DropResident{a, kCuda0}}}));
   backend->fail(Call::kCopy, 1);
   failure_of([&] { failed.enter(); });
   changes_nothing([&] { failed.close(); });
@@ -717,9 +733,12 @@ TEST_F(ScopeTest, FailedEntryReleasesReservationsKeepsTransitionsAndRunsNoExit) 
   manager->ensure(old, kCuda0);
   const Handle a = adopt(kPinned, 100);
   const Handle b = adopt(kPinned, 100);
-  Scope scope = manager->scope(ResidencyPlan(
-      "p", {EnsureResident{a, kCuda0}, EnsureResident{b, kCuda0}}, {DropResident{a, kCuda0}},
-      {{kCuda0, 100_B, "r"}}, {DropResident{old, kCuda0}}));
+  Scope scope =
+      manager->scope(ResidencyPlan({.name = "p",
+                                    .reclaim = {DropResident{old, kCuda0}},
+                                    .reservations = {{kCuda0, 100_B, "r"}},
+                                    .enter = {EnsureResident{a, kCuda0}, EnsureResident{b, kCuda0}},
+                                    .exit = {DropResident{a, kCuda0}}}));
   backend->fail(Call::kCopy, 2);
   const auto error = failure_of([&] { scope.enter(); });
   EXPECT_EQ(error.phase, Phase::kEnter);
@@ -736,8 +755,10 @@ TEST_F(ScopeTest, FailedReclaimReservesNothing) {
   start();
   const Handle a = adopt(kPinned, 100);
   const Handle b = adopt(kPinned, 100);
-  Scope scope = manager->scope(ResidencyPlan(
-      "p", {}, {}, {{kCuda0, 100_B, "r"}}, {MoveResident{a, kPageable}, MoveResident{b, kCuda1}}));
+  Scope scope = manager->scope(
+      ResidencyPlan({.name = "p",
+                     .reclaim = {MoveResident{a, kPageable}, MoveResident{b, kCuda1}},
+                     .reservations = {{kCuda0, 100_B, "r"}}}));
   backend->fail(Call::kCopy, 2);
   const auto error = failure_of([&] { scope.enter(); });
   EXPECT_EQ(error.phase, Phase::kReclaim);
@@ -756,11 +777,12 @@ TEST_F(ScopeTest, FailedReservationNamesItReleasesTheOthersAndEntersNothing) {
     manager->ensure(old, kCuda0);
     const Handle a = adopt(kPinned, 100);
     const std::string before = state();
-    Scope scope =
-        manager->scope(ResidencyPlan("p", {EnsureResident{a, kCuda0}}, {},
-                                     {{kCuda0, 100_B, "good"}, {kCuda0, 200_B, "bad"}},
-                                     {DropResident{old, kCuda0}}),
-                       {.on_failure = rolls_back ? OnFailure::kRollback : OnFailure::kKeep});
+    Scope scope = manager->scope(
+        ResidencyPlan({.name = "p",
+                       .reclaim = {DropResident{old, kCuda0}},
+                       .reservations = {{kCuda0, 100_B, "good"}, {kCuda0, 200_B, "bad"}},
+                       .enter = {EnsureResident{a, kCuda0}}}),
+        {.on_failure = rolls_back ? OnFailure::kRollback : OnFailure::kKeep});
     backend->fail(Call::kMakeHeadroom, 2);
     const auto error = failure_of([&] { scope.enter(); });
     EXPECT_EQ(error.phase, Phase::kReserve);
@@ -789,10 +811,11 @@ TEST_F(ScopeTest, RollbackOfTheReclaimHasTheRoomOfTheReservations) {
   manager->ensure(failing, kCuda1);
   manager->drop(failing, kCuda1);
   const std::string before = state();
-  Scope scope =
-      manager->scope(ResidencyPlan("p", {EnsureResident{failing, kCuda1}}, {},
-                                   {{kCuda0, 512_B, "all of it"}}, {DropResident{old, kCuda0}}),
-                     {.on_failure = OnFailure::kRollback});
+  Scope scope = manager->scope(ResidencyPlan({.name = "p",
+                                              .reclaim = {DropResident{old, kCuda0}},
+                                              .reservations = {{kCuda0, 512_B, "all of it"}},
+                                              .enter = {EnsureResident{failing, kCuda1}}}),
+                               {.on_failure = OnFailure::kRollback});
   backend->fail(Call::kCopy, 1);
   const auto error = failure_of([&] { scope.enter(); });
   EXPECT_TRUE(error.state_restored);
@@ -804,10 +827,12 @@ TEST_F(ScopeTest, FailingExitActionStopsTheRestAndReleasesTheReservations) {
   start();
   const Handle a = adopt(kPinned, 100);
   const Handle b = adopt(kPinned, 100);
-  Scope scope = manager->scope(ResidencyPlan(
-      "p", {EnsureResident{a, kCuda0}},
-      {EnsureResident{a, kPageable}, EnsureResident{b, kPageable}, DropResident{a, kCuda0}},
-      {{kCuda0, 100_B, "r"}}));
+  Scope scope = manager->scope(
+      ResidencyPlan({.name = "p",
+                     .reservations = {{kCuda0, 100_B, "r"}},
+                     .enter = {EnsureResident{a, kCuda0}},
+                     .exit = {EnsureResident{a, kPageable}, EnsureResident{b, kPageable},
+                              DropResident{a, kCuda0}}}));
   scope.enter();
   backend->fail(Call::kCopy, 2);
   const auto error = failure_of([&] { scope.close(); });
@@ -828,10 +853,11 @@ TEST_F(ScopeTest, RollbackOfAFailedExitUndoesTheExitOnly) {
   start();
   const Handle a = adopt(kPinned, 100);
   const Handle b = adopt(kPinned, 100);
-  Scope scope =
-      manager->scope(ResidencyPlan("p", {EnsureResident{a, kCuda0}},
-                                   {DropResident{a, kCuda0}, EnsureResident{b, kPageable}}),
-                     {.on_failure = OnFailure::kRollback});
+  Scope scope = manager->scope(
+      ResidencyPlan({.name = "p",
+                     .enter = {EnsureResident{a, kCuda0}},
+                     .exit = {DropResident{a, kCuda0}, EnsureResident{b, kPageable}}}),
+      {.on_failure = OnFailure::kRollback});
   scope.enter();
   const std::vector<Location> inside = places(a);
   backend->fail(Call::kCopy, 1);
@@ -846,7 +872,8 @@ TEST_F(ScopeTest, RollbackOfAFailedExitUndoesTheExitOnly) {
 TEST_F(ScopeTest, ExitRunsAgainstTheStateThatTheBodyLeft) {
   start();
   const Handle a = adopt(kPinned, 100);
-  const ResidencyPlan plan("p", {EnsureResident{a, kCuda0}}, {DropResident{a, kCuda0}});
+  const ResidencyPlan plan(
+      {.name = "p", .enter = {EnsureResident{a, kCuda0}}, .exit = {DropResident{a, kCuda0}}});
   Scope gentle = manager->scope(plan);
   gentle.enter();
   manager->drop(a, kCuda0);
@@ -863,8 +890,10 @@ TEST_F(ScopeTest, ExitRunsAgainstTheStateThatTheBodyLeft) {
 TEST_F(ScopeTest, TransferThatFailsDuringTheBodyIsToldByTheExit) {
   start();
   const Handle a = adopt(kPageable, 100);
-  Scope scope = manager->scope(ResidencyPlan("p", {EnsureResident{a, kCuda0}},
-                                             {DropResident{a, kCuda0}}, {{kCuda0, 100_B, "r"}}));
+  Scope scope = manager->scope(ResidencyPlan({.name = "p",
+                                              .reservations = {{kCuda0, 100_B, "r"}},
+                                              .enter = {EnsureResident{a, kCuda0}},
+                                              .exit = {DropResident{a, kCuda0}}}));
   backend->fail(Call::kTransfer, 1);
   scope.enter();
   backend->complete_all();
@@ -877,13 +906,16 @@ TEST_F(ScopeTest, TransferThatFailsDuringTheBodyIsToldByTheExit) {
 TEST_F(ScopeTest, NestAndTheirReservationsAddUp) {
   budget(kCuda0, 1000_B);
   start();
-  Scope outer = manager->scope(ResidencyPlan("outer", {}, {}, {{kCuda0, 600_B, "o"}}));
+  Scope outer =
+      manager->scope(ResidencyPlan({.name = "outer", .reservations = {{kCuda0, 600_B, "o"}}}));
   outer.enter();
-  Scope too_much = manager->scope(ResidencyPlan("inner", {}, {}, {{kCuda0, 401_B, "i"}}));
+  Scope too_much =
+      manager->scope(ResidencyPlan({.name = "inner", .reservations = {{kCuda0, 401_B, "i"}}}));
   const auto error = refused<PlanError>([&] { too_much.enter(); });
   EXPECT_EQ(error->phase, Phase::kReserve);
   EXPECT_EQ(error->verdict.shortfall.reserved, 600_B);
-  Scope inner = manager->scope(ResidencyPlan("inner", {}, {}, {{kCuda0, 400_B, "i"}}));
+  Scope inner =
+      manager->scope(ResidencyPlan({.name = "inner", .reservations = {{kCuda0, 400_B, "i"}}}));
   inner.enter();
   EXPECT_EQ(account(kCuda0).reserved, 1000_B);
   EXPECT_EQ(manager->snapshot().num_scopes, 2U);
@@ -896,8 +928,8 @@ TEST_F(ScopeTest, NestAndTheirReservationsAddUp) {
 TEST_F(ScopeTest, ReportSaysWhatBecameOfEachReservation) {
   fake_options.physical_headroom = {kCuda0};
   start();
-  Scope scope = manager->scope(
-      ResidencyPlan("p", {}, {}, {{kCuda0, 100_B, "device"}, {kPageable, 50_B, "host"}}));
+  Scope scope = manager->scope(ResidencyPlan(
+      {.name = "p", .reservations = {{kCuda0, 100_B, "device"}, {kPageable, 50_B, "host"}}}));
   scope.enter();
   scope.close();
   const auto& uses = scope.report().reservations();
@@ -911,7 +943,8 @@ TEST_F(ScopeTest, ReportSaysWhatBecameOfEachReservation) {
 TEST_F(ScopeTest, RequirePhysicalRefusesWhatCanOnlyBeAccounted) {
   fake_options.physical_headroom = {kCuda0};
   start();
-  const ResidencyPlan plan("p", {}, {}, {{kCuda0, 100_B, "device"}, {kPageable, 50_B, "host"}});
+  const ResidencyPlan plan(
+      {.name = "p", .reservations = {{kCuda0, 100_B, "device"}, {kPageable, 50_B, "host"}}});
   Scope scope = manager->scope(plan, {.require_physical = true});
   const auto error = failure_of([&] { scope.enter(); });
   EXPECT_EQ(error.phase, Phase::kReserve);
@@ -920,8 +953,9 @@ TEST_F(ScopeTest, RequirePhysicalRefusesWhatCanOnlyBeAccounted) {
   EXPECT_TRUE(error.state_restored);
   EXPECT_EQ(account(kCuda0).reserved, Bytes());
   EXPECT_EQ(backend->headroom_bytes(kCuda0), Bytes());
-  Scope device = manager->scope(ResidencyPlan("p", {}, {}, {{kCuda0, 100_B, "device"}}),
-                                {.require_physical = true});
+  Scope device =
+      manager->scope(ResidencyPlan({.name = "p", .reservations = {{kCuda0, 100_B, "device"}}}),
+                     {.require_physical = true});
   device.enter();
   EXPECT_EQ(backend->headroom_bytes(kCuda0), 100_B);
   device.close();
@@ -933,8 +967,10 @@ TEST_F(ScopeTest, DestroyedWithoutCloseReleasesItsReservationsWarnsAndRunsNoExit
   start();
   const Handle a = adopt(kPinned, 100);
   {
-    Scope scope = manager->scope(ResidencyPlan("forgotten plan", {EnsureResident{a, kCuda0}},
-                                               {DropResident{a, kCuda0}}, {{kCuda0, 1_B, "r"}}));
+    Scope scope = manager->scope(ResidencyPlan({.name = "forgotten plan",
+                                                .reservations = {{kCuda0, 1_B, "r"}},
+                                                .enter = {EnsureResident{a, kCuda0}},
+                                                .exit = {DropResident{a, kCuda0}}}));
     scope.enter();
     backend->set_waits_block(true);  // the destructor must not wait for the device
   }
@@ -950,7 +986,8 @@ TEST_F(ScopeTest, MovedOneGoesOnWhereItIs) {
   const Warnings warnings;
   start();
   Scope scope = [&] {
-    Scope inner = manager->scope(ResidencyPlan("p", {}, {}, {{kCuda0, 10_B, "r"}}));
+    Scope inner =
+        manager->scope(ResidencyPlan({.name = "p", .reservations = {{kCuda0, 10_B, "r"}}}));
     inner.enter();
     return inner;
   }();
@@ -965,9 +1002,11 @@ TEST_F(ScopeTest, OpenOneBlocksCloseAndOutlivesAForcedOne) {
   const Warnings warnings;
   start();
   const Handle a = adopt(kPinned, 100);
-  Scope scope = manager->scope(ResidencyPlan("p", {EnsureResident{a, kCuda0}},
-                                             {DropResident{a, kCuda0}}, {{kCuda0, 10_B, "r"}}));
-  Scope unused = manager->scope(ResidencyPlan("p"));
+  Scope scope = manager->scope(ResidencyPlan({.name = "p",
+                                              .reservations = {{kCuda0, 10_B, "r"}},
+                                              .enter = {EnsureResident{a, kCuda0}},
+                                              .exit = {DropResident{a, kCuda0}}}));
+  Scope unused = manager->scope(ResidencyPlan({.name = "p"}));
   scope.enter();
   const auto error = refused<InUseError>([&] { manager->close(); });
   EXPECT_EQ(error->num_scopes, 1U);
@@ -984,7 +1023,8 @@ TEST_F(ScopeTest, OpenOneBlocksCloseAndOutlivesAForcedOne) {
 TEST_F(ScopeTest, WithRunsTheBodyBetweenEnterAndExit) {
   start();
   const Handle a = adopt(kPinned, 100);
-  const ResidencyPlan plan("p", {EnsureResident{a, kCuda0}}, {DropResident{a, kCuda0}});
+  const ResidencyPlan plan(
+      {.name = "p", .enter = {EnsureResident{a, kCuda0}}, .exit = {DropResident{a, kCuda0}}});
   const PlanReport report = manager->with(plan, [&](Scope& scope) {
     EXPECT_TRUE(scope.entered());
     EXPECT_TRUE(holds(a, kCuda0));
@@ -996,7 +1036,7 @@ TEST_F(ScopeTest, WithRunsTheBodyBetweenEnterAndExit) {
 TEST_F(ScopeTest, WithoutABodyNothingIsEntered) {
   start();
   const Handle a = adopt(kPageable, 100);
-  const ResidencyPlan plan("p", {EnsureResident{a, kPinned}});
+  const ResidencyPlan plan({.name = "p", .enter = {EnsureResident{a, kPinned}}});
   refused<std::invalid_argument>([&] { manager->with(plan, nullptr); });
 }
 
@@ -1005,11 +1045,13 @@ TEST_F(ScopeTest, WithRunsNoBodyWhenTheEntryFails) {
   const Handle a = adopt(kPinned, 100);
   bool ran = false;
   refused<PlanError>([&] {
-    manager->with(ResidencyPlan("p", {DropResident{a, kPinned}}), [&](Scope&) { ran = true; });
+    manager->with(ResidencyPlan({.name = "p", .enter = {DropResident{a, kPinned}}}),
+                  [&](Scope&) { ran = true; });
   });
   backend->fail(Call::kCopy, 1);
   failure_of([&] {
-    manager->with(ResidencyPlan("p", {EnsureResident{a, kCuda0}}), [&](Scope&) { ran = true; });
+    manager->with(ResidencyPlan({.name = "p", .enter = {EnsureResident{a, kCuda0}}}),
+                  [&](Scope&) { ran = true; });
   });
   EXPECT_FALSE(ran);
 }
@@ -1018,8 +1060,10 @@ TEST_F(ScopeTest, BodyThatFailsStillGetsItsExit) {
   const Warnings warnings;
   start();
   const Handle a = adopt(kPinned, 100);
-  const ResidencyPlan plan("p", {EnsureResident{a, kCuda0}}, {DropResident{a, kCuda0}},
-                           {{kCuda0, 10_B, "r"}});
+  const ResidencyPlan plan({.name = "p",
+                            .reservations = {{kCuda0, 10_B, "r"}},
+                            .enter = {EnsureResident{a, kCuda0}},
+                            .exit = {DropResident{a, kCuda0}}});
   std::exception_ptr exit_error;
   EXPECT_THROW(manager->with(
                    plan, [](Scope&) { throw std::domain_error("body"); }, {}, &exit_error),
@@ -1034,7 +1078,9 @@ TEST_F(ScopeTest, ExitErrorIsKeptBesideThatOfTheBody) {
   const Warnings warnings;
   start();
   const Handle a = adopt(kPinned, 100);
-  const ResidencyPlan plan("both fail", {}, {EnsureResident{a, kCuda0}}, {{kCuda0, 10_B, "r"}});
+  const ResidencyPlan plan({.name = "both fail",
+                            .reservations = {{kCuda0, 10_B, "r"}},
+                            .exit = {EnsureResident{a, kCuda0}}});
   const auto body = [&](Scope&) {
     backend->fail(Call::kCopy, 1);
     throw std::domain_error("body");
@@ -1057,7 +1103,7 @@ TEST_F(ScopeTest, ExitErrorAloneIsThrown) {
   std::exception_ptr exit_error;
   const auto error = failure_of([&] {
     manager->with(
-        ResidencyPlan("p", {}, {EnsureResident{a, kCuda0}}),
+        ResidencyPlan({.name = "p", .exit = {EnsureResident{a, kCuda0}}}),
         [&](Scope&) { backend->fail(Call::kCopy, 1); }, {}, &exit_error);
   });
   EXPECT_EQ(error.phase, Phase::kExit);

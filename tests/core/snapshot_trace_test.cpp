@@ -254,7 +254,7 @@ TEST_F(SnapshotTest, ListsReservationsInTheOrderOfCreation) {
 
 TEST_F(SnapshotTest, CountsOpenScopes) {
   start();
-  Scope scope = manager->scope(ResidencyPlan("a plan"));
+  Scope scope = manager->scope(ResidencyPlan({.name = "a plan"}));
   EXPECT_EQ(manager->snapshot().num_scopes, 0U) << "making one does nothing";
   scope.enter();
   EXPECT_EQ(manager->snapshot().num_scopes, 1U);
@@ -351,8 +351,8 @@ TEST_F(VersionTest, DoesNotRiseOnReading) {
     (void)manager->locations();
     (void)manager->state_version();
     (void)manager->explain(actions);
-    (void)manager->explain(ResidencyPlan("plan", actions));
-    (void)manager->scope(ResidencyPlan("plan", actions));
+    (void)manager->explain(ResidencyPlan({.name = "plan", .enter = actions}));
+    (void)manager->scope(ResidencyPlan({.name = "plan", .enter = actions}));
     manager->audit();
     manager->reset_peaks();
   });
@@ -538,8 +538,10 @@ TEST_F(TraceTest, NamesPlanAndPhase) {
   const Handle handle = adopt(kPageable, 100);
   const ActionList actions = {EnsureResident{handle, kPinned}};
   manager->execute(actions, {.name = "warm up"});
-  manager->with(ResidencyPlan("layer 3", {EnsureResident{handle, kCuda0}},
-                              {DropResident{handle, kCuda0}}, {}, {DropResident{handle, kPinned}}),
+  manager->with(ResidencyPlan({.name = "layer 3",
+                               .reclaim = {DropResident{handle, kPinned}},
+                               .enter = {EnsureResident{handle, kCuda0}},
+                               .exit = {DropResident{handle, kCuda0}}}),
                 [](Scope&) {});
   manager->ensure(handle, kPageable);
   std::vector<std::pair<std::string, Phase>> found;

@@ -440,9 +440,10 @@ class Stress {
         break;
       }
       case 19:
-        manager_->with(ResidencyPlan("scope", {EnsureResident{handle, any_place(random)}},
-                                     {DropResident{handle, any_place(random)}},
-                                     {{any_place(random), 512_B, "of the scope"}}),
+        manager_->with(ResidencyPlan({.name = "scope",
+                                      .reservations = {{any_place(random), 512_B, "of the scope"}},
+                                      .enter = {EnsureResident{handle, any_place(random)}},
+                                      .exit = {DropResident{handle, any_place(random)}}}),
                        [&](Scope&) { (void)manager_->state_version(); });
         break;
       case 20:  // no audit: a charge precedes what it is for

@@ -99,7 +99,7 @@ class ThreadsTest : public ManagerTest {
   using Calls = std::vector<std::pair<std::string, std::function<void()>>>;
   Calls all_calls(const Handle& handle) {
     Manager& m = *manager;
-    const ResidencyPlan plan("plan", {EnsureResident{handle, kPinned}});
+    const ResidencyPlan plan({.name = "plan", .enter = {EnsureResident{handle, kPinned}}});
     const auto one = std::vector{handle};
     return {
         {"register_source",
@@ -232,8 +232,8 @@ TEST_F(ReentrancyTest, GuardsThatDieInTheLoadAreReleased) {
   auto lease = std::make_unique<Lease>(acquire(other, kPinned));
   auto held = std::make_unique<Hold>(hold(other, kPinned));
   auto reservation = std::make_unique<Reservation>(manager->reserve({kCuda0, 10_B, "headroom"}));
-  auto scope = std::make_unique<Scope>(
-      manager->scope(ResidencyPlan("a plan", {}, {}, {{kPinned, 5_B, "of the plan"}})));
+  auto scope = std::make_unique<Scope>(manager->scope(
+      ResidencyPlan({.name = "a plan", .reservations = {{kPinned, 5_B, "of the plan"}}})));
   scope->enter();
   sources[loading]->before_load = [&] {
     lease.reset();
@@ -733,7 +733,8 @@ TEST_F(CloseTest, WithGuardsLeftIsRefusedWithTheCounts) {
   Lease second = acquire(handle, kPageable);
   Hold held = hold(handle, kPageable);
   Reservation reservation = manager->reserve({kCuda0, 10_B, "headroom"});
-  Scope scope = manager->scope(ResidencyPlan("a plan", {}, {}, {{kPinned, 5_B, "of the plan"}}));
+  Scope scope = manager->scope(
+      ResidencyPlan({.name = "a plan", .reservations = {{kPinned, 5_B, "of the plan"}}}));
   scope.enter();
   const auto error = refused<InUseError>([&] { manager->close(); });
   EXPECT_EQ(error->protection.num_leases, 2U);
@@ -799,8 +800,9 @@ TEST_F(CloseTest, ForceEndsEverythingAndLaterReleasesDoNothing) {
   backend->launch_read({kCuda0, 0}, block(lease, handle), seeds[handle]);
   Hold held = hold(handle, kPinned);
   Reservation reservation = manager->reserve({kCuda0, 10_B, "headroom"});
-  Scope scope = manager->scope(ResidencyPlan("a plan", {}, {EnsureResident{handle, kCuda1}},
-                                             {{kPinned, 5_B, "of the plan"}}));
+  Scope scope = manager->scope(ResidencyPlan({.name = "a plan",
+                                              .reservations = {{kPinned, 5_B, "of the plan"}},
+                                              .exit = {EnsureResident{handle, kCuda1}}}));
   scope.enter();
   backend->allow_views_to_outlive_blocks();
   manager->close({.force = true});
@@ -828,7 +830,7 @@ TEST_F(CloseTest, GuardsThatAreDestroyedAfterwardsSayNothing) {
     const Lease lease = acquire(handle, kPageable);
     const Hold held = hold(handle, kPageable);
     const Reservation reservation = manager->reserve({kCuda0, 10_B, "headroom"});
-    Scope scope = manager->scope(ResidencyPlan("a plan"));
+    Scope scope = manager->scope(ResidencyPlan({.name = "a plan"}));
     scope.enter();
     manager->close({.force = true});
   }
@@ -842,7 +844,7 @@ TEST_F(CloseTest, GuardsMayOutliveTheManager) {
   Lease lease = acquire(handle, kPageable);
   Hold held = hold(handle, kPageable);
   Reservation reservation = manager->reserve({kCuda0, 10_B, "headroom"});
-  Scope scope = manager->scope(ResidencyPlan("a plan"));
+  Scope scope = manager->scope(ResidencyPlan({.name = "a plan"}));
   scope.enter();
   manager.reset();
   EXPECT_EQ(Manager::find(handle.id()), nullptr);
@@ -891,9 +893,9 @@ TEST_F(CloseTest, AfterwardsEveryOperationIsAClosedError) {
   const Handle handle = adopt(kPageable, 100);
   manager->ensure(handle, kPinned);
   Lease lease = acquire(handle, kPinned);
-  Scope entered = manager->scope(ResidencyPlan("entered"));
+  Scope entered = manager->scope(ResidencyPlan({.name = "entered"}));
   entered.enter();
-  Scope fresh = manager->scope(ResidencyPlan("fresh"));
+  Scope fresh = manager->scope(ResidencyPlan({.name = "fresh"}));
   const ManagerId id = manager->id();
   Calls calls = all_calls(handle);
   manager->close({.force = true});
@@ -994,8 +996,10 @@ TEST_F(CloseTest, WhileAScopeIsEnteringWaitsForItAndTheEntryFails) {
   Gate gate;
   sources[slow]->before_load = [&] { gate.pass(); };
   Scope scope = manager->scope(
-      ResidencyPlan("slow", {EnsureResident{there, kCuda0}, EnsureResident{slow, kPageable}},
-                    {DropResident{there, kCuda0}}, {{kPinned, 5_B, "of the plan"}}));
+      ResidencyPlan({.name = "slow",
+                     .reservations = {{kPinned, 5_B, "of the plan"}},
+                     .enter = {EnsureResident{there, kCuda0}, EnsureResident{slow, kPageable}},
+                     .exit = {DropResident{there, kCuda0}}}));
   Calling entering([&] { scope.enter(); });
   gate.entered.wait();
   EXPECT_THROW(manager->close(), InUseError) << "the reservation of the plan";
@@ -1022,8 +1026,9 @@ TEST_F(CloseTest, ByTheEndOfTheManagerWhileAScopeIsEnteringComesWithTheEndOfTheS
   Gate gate;
   sources[slow]->before_load = [&] { gate.pass(); };
   auto scope = std::make_unique<Scope>(manager->scope(
-      ResidencyPlan("slow", {EnsureResident{there, kCuda0}, EnsureResident{slow, kPageable}}, {},
-                    {{kPinned, 5_B, "of the plan"}})));
+      ResidencyPlan({.name = "slow",
+                     .reservations = {{kPinned, 5_B, "of the plan"}},
+                     .enter = {EnsureResident{there, kCuda0}, EnsureResident{slow, kPageable}}})));
   auto entering = std::make_unique<Calling>([&] { scope->enter(); });
   gate.entered.wait();
   ASSERT_EQ(backend->num_queued(), 1U) << "a transfer is under way too";
@@ -1050,7 +1055,7 @@ TEST_F(CloseTest, ByTheEndOfTheManagerWhileACallIsUnderWayRecordsTheUsesOfLeases
   Gate gate;
   sources[slow]->before_load = [&] { gate.pass(); };
   auto scope = std::make_unique<Scope>(
-      manager->scope(ResidencyPlan("slow", {EnsureResident{slow, kPageable}})));
+      manager->scope(ResidencyPlan({.name = "slow", .enter = {EnsureResident{slow, kPageable}}})));
   auto lease = std::make_unique<Lease>(acquire(leased, kCuda0));
   backend->launch_read({kCuda0, 0}, block(*lease, leased), seeds[leased]);
   Calling entering([&] { scope->enter(); });
@@ -1209,7 +1214,7 @@ void leave_static_objects() {
   lease = std::make_shared<Lease>(manager->acquire(one(0), kPageable));
   held = std::make_shared<Hold>(manager->hold(one(0), kPageable));
   reservation = std::make_shared<Reservation>(manager->reserve({kCuda0, 10_B, "static"}));
-  scope = std::make_shared<Scope>(manager->scope(ResidencyPlan("static")));
+  scope = std::make_shared<Scope>(manager->scope(ResidencyPlan({.name = "static"})));
   scope->enter();
   manager->move(handles[1], kCuda0);
   manager->ensure(handles[2], kDisk);

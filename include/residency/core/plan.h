@@ -23,6 +23,15 @@ struct MemoryReservation {
 
 using ActionList = std::vector<ResidencyAction>;
 
+/// What a plan is made of, in the order in which it is carried out.
+struct PlanParts {
+  std::string name;  ///< not empty
+  ActionList reclaim = {};
+  std::vector<MemoryReservation> reservations = {};
+  ActionList enter = {};
+  ActionList exit = {};
+};
+
 /// An immutable value that says what a scope does:
 /// reclaim -> reservations -> enter -> body -> exit -> reservations released.
 ///
@@ -32,16 +41,15 @@ using ActionList = std::vector<ResidencyAction>;
 class RESIDENCY_API ResidencyPlan {
  public:
   /// Throws `std::invalid_argument` when the name, or the label of a reservation, is empty.
-  explicit ResidencyPlan(std::string name, ActionList enter = {}, ActionList exit = {},
-                         std::vector<MemoryReservation> reservations = {}, ActionList reclaim = {});
+  explicit ResidencyPlan(PlanParts parts);
 
   [[nodiscard]] const std::string& name() const noexcept { return name_; }
-  [[nodiscard]] const ActionList& enter() const noexcept { return enter_; }
-  [[nodiscard]] const ActionList& exit() const noexcept { return exit_; }
+  [[nodiscard]] const ActionList& reclaim() const noexcept { return reclaim_; }
   [[nodiscard]] const std::vector<MemoryReservation>& reservations() const noexcept {
     return reservations_;
   }
-  [[nodiscard]] const ActionList& reclaim() const noexcept { return reclaim_; }
+  [[nodiscard]] const ActionList& enter() const noexcept { return enter_; }
+  [[nodiscard]] const ActionList& exit() const noexcept { return exit_; }
 
   friend bool operator==(const ResidencyPlan&, const ResidencyPlan&) = default;
   [[nodiscard]] std::size_t hash_code() const noexcept;
@@ -53,10 +61,10 @@ class RESIDENCY_API ResidencyPlan {
 
  private:
   std::string name_;
+  ActionList reclaim_;
+  std::vector<MemoryReservation> reservations_;
   ActionList enter_;
   ActionList exit_;
-  std::vector<MemoryReservation> reservations_;
-  ActionList reclaim_;
 };
 
 /// Several lines in order of execution, for people.
