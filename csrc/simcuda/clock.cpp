@@ -189,7 +189,8 @@ uint64_t Clock::wait(Lock& lock, const std::vector<OperationPtr>& operations) {
   advance(lock);
   for (const OperationPtr& operation : operations) {
     if (!operation) continue;
-    gate_opened_.wait(lock, [&] { return would_end(lock, *operation); });
+    gate_opened_.wait(lock, [&] { return abandoned_ || would_end(lock, *operation); });
+    if (abandoned_) break;
     while (!operation->model.resolved) start_next(UINT64_MAX);
     raise_to(operation->model.end_ns);
     advance(lock);
@@ -197,6 +198,12 @@ uint64_t Clock::wait(Lock& lock, const std::vector<OperationPtr>& operations) {
   uint64_t left = now();
   if (left > entered) timeline.add_wait(entered, left);
   return left - entered;
+}
+
+void Clock::abandon() {
+  Lock lock(mutex);
+  abandoned_ = true;
+  gate_opened_.notify_all();
 }
 
 template <class Look>

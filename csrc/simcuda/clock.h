@@ -57,6 +57,8 @@ class Clock {
   // The host waits until all have ended; really, while one of them is held. Returns the modelled
   // time it waited.
   uint64_t wait(Lock& lock, const std::vector<OperationPtr>& operations);
+  // Nothing is waited for any more, as the process ends.
+  void abandon();
 
   // When all engines and streams of a device (null: all devices) would be done if nothing more
   // were enqueued.
@@ -87,6 +89,7 @@ class Clock {
   std::vector<Engine*> busy_;  // engines with something ready
   Trial* trial_ = nullptr;
   uint64_t num_gated_ = 0;
+  bool abandoned_ = false;
   uint64_t next_sequence_ = 1;
 };
 

@@ -27,6 +27,8 @@ constexpr ErrorText kErrorTexts[] = {
     {cudaErrorInvalidValue, "invalid argument"},
     {cudaErrorMemoryAllocation, "out of memory"},
     {cudaErrorInitializationError, "initialization error"},
+    {cudaErrorCudartUnloading, "driver shutting down"},
+    {cudaErrorNoDevice, "no CUDA-capable device is detected"},
     {cudaErrorInvalidDevice, "invalid device ordinal"},
     {cudaErrorInvalidResourceHandle, "invalid resource handle"},
     {cudaErrorNotReady, "device not ready"},

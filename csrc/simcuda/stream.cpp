@@ -1,11 +1,15 @@
 #include "csrc/simcuda/stream.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstdlib>
+#include <set>
 #include <string>
 #include <thread>
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include "csrc/simcuda/activity.h"
 #include "csrc/simcuda/device.h"
@@ -32,7 +36,68 @@ void sleep_at_most(uint64_t limit_ns, uint64_t& random) {
   std::this_thread::sleep_for(std::chrono::nanoseconds(next_random(random) % (limit_ns + 1)));
 }
 
+// Note [Work in flight at the end]
+// A GPU abandons what is still in flight when the process ends. Workers must not go on either:
+// while the program's static objects are destroyed, kernels would run on a library (libtorch) that
+// is being taken down. So once there is a worker, whose kernels' libraries are then loaded, a
+// handler is registered; it runs before the destructors of all that was constructed earlier. It
+// makes each worker stop after the operation that it is in, waits for that, and breaks the devices:
+// later calls, whose effect CUDA leaves undefined, get cudaErrorCudartUnloading and wait for
+// nothing. Other threads, waiting ones too, first stand still for so long that the process is
+// usually gone: Python's could not go on. In the end they are let go, as a destructor may join
+// them.
+struct Workers {
+  std::mutex mutex;
+  std::set<Stream*> streams;  // that have a worker
+  bool handler_registered = false;
+};
+
+Workers& workers() {
+  static Workers* workers = new Workers;
+  return *workers;
+}
+
+std::atomic<bool> g_abandoned{false};
+thread_local bool t_ends_process = false;
+
+void abandon_work() {
+  // A forked child has no workers, and locks that nobody will release.
+  if (forked_after_use()) return;
+  Hidden hidden;
+  t_ends_process = true;
+  g_abandoned = true;
+  for (const auto& device : runtime().devices) {
+    int intact = cudaSuccess;
+    device->broken.compare_exchange_strong(intact, cudaErrorCudartUnloading);
+  }
+  runtime().clock.abandon();
+  std::lock_guard lock(workers().mutex);
+  for (Stream* stream : workers().streams) stream->abandon();
+  for (Stream* stream : workers().streams) stream->wait_until_idle();
+}
+
+void add_worker(Stream* stream) {
+  std::lock_guard lock(workers().mutex);
+  workers().streams.insert(stream);
+  if (workers().handler_registered) return;
+  workers().handler_registered = true;
+  atexit(abandon_work);
+}
+
+void remove_worker(Stream* stream) {
+  std::lock_guard lock(workers().mutex);
+  workers().streams.erase(stream);
+}
+
 }  // namespace
+
+bool work_is_abandoned() {
+  return g_abandoned.load(std::memory_order_relaxed);
+}
+
+void stand_still_at_the_end() {
+  if (work_is_abandoned() && !t_ends_process) std::this_thread::sleep_for(std::chrono::seconds(1));
+}
 
 // ---- Operations
 
@@ -44,7 +109,9 @@ void Operation::wait_until_run() {
 bool Operation::wait_until_run_or_blocked() {
   constexpr int64_t kPatienceMs = 1000;
   bool may_block = runtime().num_host_functions.load() > 0;
-  if (!stream->wait_until_run(index, may_block ? kPatienceMs : -1)) {
+  bool ran = stream->wait_until_run(index, may_block ? kPatienceMs : -1);
+  stand_still_at_the_end();
+  if (!ran) {
     mark_order_undetermined();
     return false;
   }
@@ -120,6 +187,7 @@ void Stream::push(Clock::Lock& lock, const OperationPtr& operation,
     has_worker_ = true;
   }
   if (start_worker) {
+    add_worker(this);
     std::thread(work, shared_from_this()).detach();
   } else {
     work_.notify_one();
@@ -218,7 +286,7 @@ void Stream::close(Clock::Lock& lock) {
 
 bool Stream::wait_until_run(uint64_t index, int64_t timeout_ms) {
   std::unique_lock queue_lock(queue_mutex_);
-  auto ran = [&] { return num_run_ >= index; };
+  auto ran = [&] { return num_run_ >= index || work_is_abandoned(); };
   if (timeout_ms >= 0) return ran_.wait_for(queue_lock, std::chrono::milliseconds(timeout_ms), ran);
   ran_.wait(queue_lock, ran);
   return true;
@@ -233,10 +301,44 @@ OperationPtr Stream::next_to_run() {
   std::unique_lock queue_lock(queue_mutex_);
   work_.wait(queue_lock,
              [&] { return queue_.empty() ? closed_ : queue_.front()->index <= run_limit_; });
+  if (work_is_abandoned()) {
+    queue_lock.unlock();
+    rest();
+  }
   if (queue_.empty()) return nullptr;
   OperationPtr operation = std::move(queue_.front());
   queue_.pop_front();
+  worker_ = std::this_thread::get_id();
+  running_ = operation.get();
   return operation;
+}
+
+void Stream::abandon() {
+  std::lock_guard queue_lock(queue_mutex_);
+  ran_.notify_all();
+}
+
+bool Stream::wait_until_idle() {
+  // A host function may wait for what the ending program will not do any more. A kernel ends by
+  // itself, unless it is a test's that does not.
+  constexpr auto kPatience = std::chrono::seconds(60);
+  constexpr auto kPatienceWithHostFunction = std::chrono::seconds(1);
+  std::unique_lock queue_lock(queue_mutex_);
+  if (!running_ || worker_ == std::this_thread::get_id()) return true;
+  bool host_function = running_->spec.kind == OperationKind::kHostFunction;
+  return ran_.wait_for(queue_lock, host_function ? kPatienceWithHostFunction : kPatience,
+                       [&] { return !running_; });
+}
+
+// The worker stands still until the process is gone. It does not end, since that would destroy what
+// libraries keep for the thread.
+void Stream::rest() {
+  {
+    std::lock_guard queue_lock(queue_mutex_);
+    running_ = nullptr;
+    ran_.notify_all();
+  }
+  for (;;) pause();
 }
 
 void Stream::run(Operation& operation, uint64_t& random) {
@@ -244,6 +346,7 @@ void Stream::run(Operation& operation, uint64_t& random) {
   operation.waits_for.clear();
   order_after(&operation);
   sleep_at_most(time_ns(kJitter), random);
+  if (work_is_abandoned()) rest();
   std::shared_ptr<Body> body = std::move(operation.spec.body);
   if (!body) return;
   Visible visible;
@@ -257,6 +360,7 @@ void Stream::run(Operation& operation, uint64_t& random) {
 void Stream::finish_one() {
   std::lock_guard queue_lock(queue_mutex_);
   ++num_run_;
+  running_ = nullptr;
   ran_.notify_all();
 }
 
@@ -276,6 +380,8 @@ void Stream::work(std::shared_ptr<Stream> self) {
     order_before(operation.get());
     self->finish_one();
   }
+  remove_worker(self.get());
+  if (work_is_abandoned()) self->rest();
 }
 
 // ---- Waiting
@@ -283,6 +389,7 @@ void Stream::work(std::shared_ptr<Stream> self) {
 cudaError_t open_stream(cudaStream_t handle, StreamPtr& stream) {
   stream = find_stream(handle);
   if (!stream) return cudaErrorInvalidResourceHandle;
+  stand_still_at_the_end();
   return static_cast<cudaError_t>(stream->device.broken.load());
 }
 
@@ -310,6 +417,7 @@ void synchronize(Device& device, const std::vector<OperationPtr>& operations) {
 }
 
 void synchronize(Device& device, const std::vector<OperationPtr>& operations, bool was_busy) {
+  if (work_is_abandoned()) return stand_still_at_the_end();
   Clock& clock = runtime().clock;
   {
     Clock::Lock lock(clock.mutex);
@@ -320,6 +428,7 @@ void synchronize(Device& device, const std::vector<OperationPtr>& operations, bo
   for (const OperationPtr& operation : operations) {
     if (operation) operation->wait_until_run();
   }
+  stand_still_at_the_end();
   observe_wait();
 }
 
@@ -354,6 +463,7 @@ void let_running_operations_finish() {
   for (const OperationPtr& operation : operations) {
     operation->stream->wait_until_run(operation->index);
   }
+  stand_still_at_the_end();
 }
 
 }  // namespace simcuda

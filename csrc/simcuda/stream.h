@@ -7,6 +7,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -53,6 +54,11 @@ class Stream : public std::enable_shared_from_this<Stream> {
   // No operation follows; the worker ends when it has run all.
   void close(Clock::Lock& lock);
 
+  // For the end of the process, see Note [Work in flight at the end]: lets go who waits for it.
+  void abandon();
+  // Waits until the worker is in no operation. False when it still is after its patience.
+  bool wait_until_idle();
+
   // Waits until the operation of that index really ran, at most so long.
   bool wait_until_run(uint64_t index, int64_t timeout_ms = -1);
   bool has_run(uint64_t index) const;
@@ -79,6 +85,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   static void work(std::shared_ptr<Stream> self);
   OperationPtr next_to_run();
   void run(Operation& operation, uint64_t& random);
+  [[noreturn]] void rest();
   void finish_one();
 
   // Guarded by the clock's mutex.
@@ -95,6 +102,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   uint64_t num_run_ = 0;
   bool closed_ = false;
   bool has_worker_ = false;
+  std::thread::id worker_;
+  const Operation* running_ = nullptr;
 };
 
 using StreamPtr = std::shared_ptr<Stream>;
@@ -104,6 +113,11 @@ cudaError_t open_stream(cudaStream_t handle, StreamPtr& stream);
 // The stream of a handle; null and the special handles are the current device's default stream
 // (a per-thread default stream is not told apart from it). Null when there is none.
 StreamPtr find_stream(cudaStream_t handle);
+
+// Whether the process is ending, so that nothing runs and nothing is waited for any more.
+bool work_is_abandoned();
+// Threads but the one that ends the process: the rest of the time that they usually have.
+void stand_still_at_the_end();
 
 // Whether the clock sees work left on a device.
 bool is_busy(Clock::Lock& lock, const Device& device);
