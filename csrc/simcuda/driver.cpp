@@ -91,6 +91,16 @@ SIMCUDA_DRIVER cuCtxSetCurrent(CUcontext context) {
   return error == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 
+SIMCUDA_DRIVER cuCtxGetDevice(CUdevice* device) {
+  *device = simcuda_driver_current_device();
+  return CUDA_SUCCESS;
+}
+
+SIMCUDA_DRIVER cuGetErrorName(CUresult error, const char** text) {
+  *text = cudaGetErrorName(static_cast<cudaError_t>(error));
+  return CUDA_SUCCESS;
+}
+
 SIMCUDA_DRIVER cuGetErrorString(CUresult error, const char** text) {
   // The codes of both interfaces agree.
   *text = cudaGetErrorString(static_cast<cudaError_t>(error));

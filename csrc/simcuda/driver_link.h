@@ -10,6 +10,8 @@ extern "C" {
 
 // Counts a call of a driver function; the injected error if one is due.
 int simcuda_driver_enter(const char* entry_point);
+// Says once, on stderr, that it is not simulated.
+void simcuda_driver_refuse(const char* entry_point, const char* advice);
 
 int simcuda_driver_num_devices(void);
 uint64_t simcuda_driver_capacity(int device);

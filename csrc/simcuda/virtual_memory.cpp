@@ -87,6 +87,11 @@ SIMCUDA_EXPORT int simcuda_driver_enter(const char* entry_point) {
   return EntryPoint::named(entry_point).enter(Cost::kHostCall);
 }
 
+SIMCUDA_EXPORT void simcuda_driver_refuse(const char* entry_point, const char* advice) {
+  Hidden hidden;
+  not_simulated(entry_point, advice);
+}
+
 SIMCUDA_EXPORT int simcuda_driver_num_devices(void) {
   return settings().num_devices;
 }

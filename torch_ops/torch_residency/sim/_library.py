@@ -119,6 +119,8 @@ def load_operators() -> None:
         raise SimulationError(
             f"{library} does not fit torch {torch.__version__}: {cause}"
         ) from None
+    # TorchScript runs operator by operator: what it fuses on a GPU is compiled for that.
+    torch._C._jit_override_can_fuse_on_gpu(False)
 
 
 def verify() -> None:
