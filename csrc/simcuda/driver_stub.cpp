@@ -1,4 +1,4 @@
-// What the generated stubs of the driver call, and what NVRTC does.
+// What the generated stubs of the driver call, and what foreign copies of the runtime reach first.
 #include <cstdint>
 #include <string_view>
 
@@ -18,6 +18,13 @@ bool is_of_kernels(std::string_view name) {
   return false;
 }
 
+int refuse_foreign_runtime() {
+  simcuda_driver_refuse("cuGetProcAddress",
+                        ": a library with CUDA's own runtime linked into it, as NCCL, cannot use "
+                        "the simulated card (torch.distributed can with gloo)");
+  return kNotSupported;
+}
+
 }  // namespace
 
 extern "C" int simcuda_driver_stub(const char* name) {
@@ -30,6 +37,16 @@ extern "C" int simcuda_driver_stub(const char* name) {
 }
 
 #define SIMCUDA_DRIVER extern "C" __attribute__((visibility("default"))) int
+
+SIMCUDA_DRIVER cuGetProcAddress(const char*, void** function) {
+  if (function) *function = nullptr;
+  return refuse_foreign_runtime();
+}
+
+SIMCUDA_DRIVER cuGetProcAddress_v2(const char*, void** function) {
+  if (function) *function = nullptr;
+  return refuse_foreign_runtime();
+}
 
 // NVRTC asks for a table of undocumented functions and looks at its size, the first word, whatever
 // the answer is: here there is nothing behind it.
