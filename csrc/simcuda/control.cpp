@@ -71,7 +71,7 @@ simcuda_counters counters_of(const Device& device) {
 
 std::string no_such_device(int device) {
   return "device " + std::to_string(device) + ", expected -1 to " +
-         std::to_string(settings().num_devices - 1);
+         std::to_string(static_cast<int>(runtime().devices.size()) - 1);
 }
 
 }  // namespace

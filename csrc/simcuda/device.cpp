@@ -54,14 +54,15 @@ cudaDeviceProp properties_of(const Device& device) {
   memset(&properties, 0, sizeof properties);
   fill_fixed_properties(properties);
   snprintf(properties.name, sizeof properties.name, "%s", card.title);
-  properties.uuid.bytes[0] = 'S';
-  properties.uuid.bytes[15] = static_cast<char>(device.ordinal);
+  properties.uuid.bytes[0] = 0x51;  // as NVML writes it, see uuid_text
+  properties.uuid.bytes[1] = static_cast<char>(0xc0);
+  properties.uuid.bytes[15] = static_cast<char>(device.card);
   properties.totalGlobalMem = device.capacity_bytes;
   properties.major = card.compute_major;
   properties.minor = card.compute_minor;
   properties.multiProcessorCount = card.num_multiprocessors;
   properties.l2CacheSize = card.l2_mib << 20;
-  properties.pciBusID = device.ordinal + 1;
+  properties.pciBusID = device.card + 1;
   return properties;
 }
 
@@ -108,16 +109,18 @@ int current_ordinal() {
 }
 
 bool is_device(int ordinal) {
-  return ordinal >= 0 && ordinal < settings().num_devices;
+  return ordinal >= 0 && static_cast<size_t>(ordinal) < runtime().devices.size();
 }
 
 Device& current_device() {
+  if (runtime().devices.empty()) return *runtime().no_device;
   Device& device = *runtime().devices[static_cast<size_t>(t_ordinal)];
   device.has_context.store(true, std::memory_order_relaxed);
   return device;
 }
 
 cudaError_t set_current_device(int ordinal) {
+  if (runtime().devices.empty()) return cudaErrorNoDevice;
   if (!is_device(ordinal)) return cudaErrorInvalidDevice;
   t_ordinal = ordinal;
   current_device();
@@ -136,12 +139,14 @@ using namespace simcuda;
 
 SIMCUDA_EXPORT cudaError_t cudaGetDeviceCount(int* count) {
   SIMCUDA_ENTER(cudaGetDeviceCount, kNothing);
-  *count = settings().num_devices;
-  return cudaSuccess;
+  *count = static_cast<int>(runtime().devices.size());
+  return *count > 0 ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 
 SIMCUDA_EXPORT cudaError_t cudaGetDevice(int* device) {
   SIMCUDA_ENTER(cudaGetDevice, kNothing);
+  // The first use is not here, since the list of visible devices may still change.
+  if (runtime_in_use() && runtime().devices.empty()) return fail(cudaErrorNoDevice);
   *device = current_ordinal();
   return cudaSuccess;
 }
@@ -182,7 +187,8 @@ SIMCUDA_EXPORT cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int devic
   SIMCUDA_ENTER(cudaDeviceGetPCIBusId, kNothing);
   if (!is_device(device)) return fail(cudaErrorInvalidDevice);
   if (!text || size <= 0) return fail(cudaErrorInvalidValue);
-  snprintf(text, static_cast<size_t>(size), "0000:%02x:00.0", static_cast<unsigned>(device + 1));
+  snprintf(text, static_cast<size_t>(size), "0000:%02x:00.0",
+           static_cast<unsigned>(runtime().devices[static_cast<size_t>(device)]->card + 1));
   return cudaSuccess;
 }
 

@@ -19,6 +19,7 @@ enum EngineIndex { kEngineH2D, kEngineD2H, kEngineD2D, kEngineCompute, kNumEngin
 
 struct Device {
   int ordinal = 0;
+  int card = 0;  // its place in the machine, of which the process may see a part
   std::atomic<bool> has_context{false};
   std::atomic<int> broken{cudaSuccess};  // what every call on it returns
 
@@ -38,7 +39,8 @@ struct Device {
   uint64_t failed_allocations = 0;
 };
 
-// The calling thread's current device. It comes to have a context by being used.
+// The calling thread's current device. It comes to have a context by being used. When the process
+// sees no device, one that is not there: every call on it gives cudaErrorNoDevice.
 Device& current_device();
 int current_ordinal();
 // cudaErrorInvalidDevice when there is none of that number.

@@ -14,8 +14,10 @@ int simcuda_driver_enter(const char* entry_point);
 void simcuda_driver_refuse(const char* entry_point, const char* advice);
 
 int simcuda_driver_num_devices(void);
-uint64_t simcuda_driver_capacity(int device);
-uint64_t simcuda_driver_used(int device);
+// NVML sees all of the machine's cards, whatever CUDA_VISIBLE_DEVICES is.
+int simcuda_driver_num_cards(void);
+uint64_t simcuda_driver_card_capacity(int card);
+uint64_t simcuda_driver_card_used(int card);
 int simcuda_driver_has_context(int device);
 int simcuda_driver_current_device(void);
 

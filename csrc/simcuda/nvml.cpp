@@ -12,12 +12,12 @@ namespace {
 
 enum { kSuccess = 0, kInvalidArgument = 2, kNotSupported = 3 };
 
-// A handle is the device's number, moved away from null.
-void* handle_of(unsigned device) {
-  return reinterpret_cast<void*>(uintptr_t{device} + 1);
+// A handle is the card's number, moved away from null.
+void* handle_of(unsigned card) {
+  return reinterpret_cast<void*>(uintptr_t{card} + 1);
 }
 
-int device_of(void* handle) {
+int card_of(void* handle) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(handle)) - 1;
 }
 
@@ -51,12 +51,12 @@ SIMCUDA_NVML nvmlShutdown() {
 }
 
 SIMCUDA_NVML nvmlDeviceGetCount_v2(unsigned* count) {
-  *count = static_cast<unsigned>(simcuda_driver_num_devices());
+  *count = static_cast<unsigned>(simcuda_driver_num_cards());
   return kSuccess;
 }
 
 SIMCUDA_NVML nvmlDeviceGetHandleByIndex_v2(unsigned index, void** handle) {
-  if (index >= static_cast<unsigned>(simcuda_driver_num_devices())) return kInvalidArgument;
+  if (index >= static_cast<unsigned>(simcuda_driver_num_cards())) return kInvalidArgument;
   *handle = handle_of(index);
   return kSuccess;
 }
@@ -64,7 +64,7 @@ SIMCUDA_NVML nvmlDeviceGetHandleByIndex_v2(unsigned index, void** handle) {
 SIMCUDA_NVML nvmlDeviceGetHandleByPciBusId_v2(const char* text, void** handle) {
   unsigned domain = 0;
   unsigned bus = 0;
-  // As cudaDeviceGetPCIBusId writes it; devices are on buses from 1 on.
+  // As cudaDeviceGetPCIBusId writes it; cards are on buses from 1 on.
   if (sscanf(text, "%x:%x", &domain, &bus) != 2 || bus == 0) return kInvalidArgument;
   return nvmlDeviceGetHandleByIndex_v2(bus - 1, handle);
 }
@@ -96,15 +96,15 @@ SIMCUDA_NVML nvmlDeviceGetGpuFabricInfoV(void*, FabricInfo* info) {
 }
 
 SIMCUDA_NVML nvmlDeviceGetUUID(void* handle, char* text, unsigned size) {
-  snprintf(text, size, "GPU-51c00000-0000-0000-0000-%012x",
-           static_cast<unsigned>(device_of(handle)));
+  // As uuid_text, in the runtime.
+  snprintf(text, size, "GPU-51c00000-0000-0000-0000-%012x", static_cast<unsigned>(card_of(handle)));
   return kSuccess;
 }
 
 SIMCUDA_NVML nvmlDeviceGetMemoryInfo(void* handle, Memory* memory) {
-  int device = device_of(handle);
-  memory->total = simcuda_driver_capacity(device);
-  memory->used = simcuda_driver_used(device);
+  int card = card_of(handle);
+  memory->total = simcuda_driver_card_capacity(card);
+  memory->used = simcuda_driver_card_used(card);
   memory->free = memory->total > memory->used ? memory->total - memory->used : 0;
   return kSuccess;
 }

@@ -27,7 +27,8 @@ struct Runtime {
   const std::vector<Engine*>& engines() const { return all_engines_; }
 
   const bool dry;
-  std::vector<std::unique_ptr<Device>> devices;
+  std::unique_ptr<Device> no_device;             // what current_device() is when there is none
+  std::vector<std::unique_ptr<Device>> devices;  // those that the process sees
   Clock clock;
   AddressSpace memory;
   HandleTable<Stream> streams;
@@ -38,6 +39,8 @@ struct Runtime {
   std::atomic<uint64_t> num_host_functions{0};
 
  private:
+  std::unique_ptr<Device> make_device(int ordinal, int card);
+
   std::array<std::array<Engine, kMaxDevices>, kMaxDevices> peer_engines_;
   std::vector<Engine*> all_engines_;
 };

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "csrc/simcuda/entry.h"
+#include "csrc/simcuda/visibility.h"
 
 namespace simcuda {
 namespace {
@@ -235,6 +236,17 @@ void Keys::add_limits() {
                               return number.has_value();
                             },
                         .get = [] { return std::to_string(settings().num_devices.load()); }};
+  by_name["visible_devices"] = {
+      .expected = "nothing: the variable CUDA_VISIBLE_DEVICES is what sets it",
+      .set = [](std::string_view) { return false; },
+      .get =
+          [] {
+            std::string text;
+            for (int card : visible_cards()) {
+              text += (text.empty() ? "" : ",") + std::to_string(card);
+            }
+            return text;
+          }};
   by_name["memory"] = {.expected = "a size such as 24GiB, 512MiB or 1000000",
                        .before_first_use = true,
                        .set =

@@ -80,6 +80,14 @@ std::vector<uint64_t> mappings_in(const VirtualMemory& memory, uint64_t base, ui
   return bases;
 }
 
+// Null when this process does not see the card.
+const Device* device_on(int card) {
+  for (const auto& device : runtime().devices) {
+    if (device->card == card) return device.get();
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 SIMCUDA_EXPORT int simcuda_driver_enter(const char* entry_point) {
@@ -93,19 +101,24 @@ SIMCUDA_EXPORT void simcuda_driver_refuse(const char* entry_point, const char* a
 }
 
 SIMCUDA_EXPORT int simcuda_driver_num_devices(void) {
+  Hidden hidden;
+  return static_cast<int>(runtime().devices.size());
+}
+
+SIMCUDA_EXPORT int simcuda_driver_num_cards(void) {
   return settings().num_devices;
 }
 
-SIMCUDA_EXPORT uint64_t simcuda_driver_capacity(int device) {
+SIMCUDA_EXPORT uint64_t simcuda_driver_card_capacity(int card) {
   Hidden hidden;
-  return is_device(device) ? runtime().devices[static_cast<size_t>(device)]->capacity_bytes.load()
-                           : 0;
+  const Device* device = device_on(card);
+  return device ? device->capacity_bytes.load() : settings().memory_bytes.load();
 }
 
-SIMCUDA_EXPORT uint64_t simcuda_driver_used(int device) {
+SIMCUDA_EXPORT uint64_t simcuda_driver_card_used(int card) {
   Hidden hidden;
-  if (!is_device(device)) return 0;
-  return runtime().memory.usage(*runtime().devices[static_cast<size_t>(device)]).used_bytes;
+  const Device* device = device_on(card);
+  return device ? runtime().memory.usage(*device).used_bytes : 0;
 }
 
 SIMCUDA_EXPORT int simcuda_driver_has_context(int device) {

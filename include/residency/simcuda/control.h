@@ -35,6 +35,9 @@ SIMCUDA_API const char* simcuda_message(void);
  * process with one line that says what was expected.
  *
  *   devices       number of devices, 1 to 16 (default 1)                            before first use only
+ *   visible_devices   which of them the process sees, as "1,0" (""): the variable CUDA_VISIBLE_DEVICES
+ *                 sets it until the first use, by CUDA's rules. Read only. Devices elsewhere in this
+ *                 file are counted among the visible ones
  *   memory        capacity of each device, a size: 24GiB, 512MiB, 1000000 (1GiB)    before first use only
  *   mode          computing | dry (computing)                                       before first use only
  *   card          modelled card: h200 | a100 | rtx4090 | none (h200). `none` gives every operation

@@ -124,33 +124,33 @@ def load_operators() -> None:
 
 
 def verify() -> None:
-    """Check that torch's CUDA library calls the simulated runtime, and that it has devices.
+    """Check that torch's CUDA library calls the simulated runtime.
 
     Never a silent fall back to "no CUDA": a script would go on with the CPU.
 
     Raises:
-        SimulationError: torch does not see the simulated devices.
+        SimulationError: torch has another runtime.
     """
     import torch
 
     from torch_residency.sim import control
 
-    # Not torch.cuda.is_available(): that forbids CUDA in forked children, which is for the script
-    # to do.
+    # Nothing that counts devices, since torch and CUDA keep the number: CUDA_VISIBLE_DEVICES is for
+    # the script to set. Nor torch.cuda.is_available(), which forbids CUDA in forked children.
     try:
         c10_cuda = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
-        device_count = c10_cuda._ZN3c104cuda12device_countEv
+        get_device = c10_cuda._ZN3c104cuda9GetDeviceEPa
     except (OSError, AttributeError) as error:
         raise SimulationError(
-            f"torch {torch.__version__} has no c10::cuda::device_count (a build without CUDA?): "
+            f"torch {torch.__version__} has no c10::cuda::GetDevice (a build without CUDA?): "
             f"{_one_line(error)}"
         ) from None
-    device_count.restype = ctypes.c_int8
-    seen, expected = device_count(), int(control.get("devices"))
-    if seen != expected or not torch.backends.cuda.is_built():
+    before = control.calls("cudaGetDevice")
+    get_device(ctypes.byref(ctypes.c_int8()))
+    if control.calls("cudaGetDevice") == before or not torch.backends.cuda.is_built():
         raise SimulationError(
-            f"torch {torch.__version__} sees {seen} CUDA devices, and {expected} simulated ones "
-            "were expected: something loaded the real CUDA runtime before the simulated one"
+            f"torch {torch.__version__} does not call the simulated CUDA runtime: something loaded "
+            "the real one before it"
         )
 
 

@@ -24,10 +24,12 @@ def collect(watch: Watch) -> dict:
     statistics = watch.statistics()
     total = control.counters()
     devices = []
-    for device in range(int(control.get("devices"))):
+    visible = visible_cards()
+    for device, card in enumerate(visible):
         counters = control.counters(device)
         devices.append(
             {
+                "card": card,
                 "peak_allocated_bytes": statistics.get((device, "allocated_bytes.all.peak"), 0),
                 "peak_reserved_bytes": statistics.get((device, "reserved_bytes.all.peak"), 0),
                 "peak_device_bytes": counters.peak_device_bytes,
@@ -38,6 +40,7 @@ def collect(watch: Watch) -> dict:
     return {
         "pid": os.getpid(),
         "card": {key: control.get(key) for key in ("devices", "memory", "mode", "card", "host")},
+        "visible_devices": visible,
         "devices": devices,
         "out_of_memory": [dataclasses.asdict(event) for event in watch.out_of_memory],
         "optimizer_steps": watch.steps,
@@ -55,6 +58,11 @@ def collect(watch: Watch) -> dict:
     }
 
 
+def visible_cards() -> list[int]:
+    """Return the places in the machine of the devices that this process sees."""
+    return [int(card) for card in control.get("visible_devices").split(",") if card]
+
+
 def as_text(report: dict) -> str:
     card = report["card"]
     memory = card["memory"]
@@ -62,6 +70,10 @@ def as_text(report: dict) -> str:
         f"{card['devices']} x {card['card']} with "
         f"{size(int(memory)) if memory.isdigit() else memory}, {card['mode']}"
     ]
+    visible = report["visible_devices"]
+    if visible != list(range(int(card["devices"]))):
+        names = ", ".join(map(str, visible)) or "none"
+        lines.append(f"CUDA_VISIBLE_DEVICES shows the script {len(visible)} of them: {names}")
     for i, device in enumerate(report["devices"]):
         lines.append(
             f"device {i}: peak allocated {size(device['peak_allocated_bytes'])}, "
