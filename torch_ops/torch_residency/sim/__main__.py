@@ -19,9 +19,6 @@ from pathlib import Path
 from torch_residency.sim import _library, _process, _report, control
 from torch_residency.sim._watch import Watch
 
-# Exit status when the card cannot be had as it was asked for, as argparse's own.
-REFUSED = 2
-
 _SETTINGS = ("devices", "memory", "card", "h2d", "d2h")
 
 
@@ -147,7 +144,7 @@ def main() -> None:
         prepare(options)
     except _library.SimulationError as error:
         print(f"torch_residency.sim: {error}", file=sys.stderr)
-        sys.exit(REFUSED)
+        sys.exit(_process.REFUSED)
     try:
         if options.module is None:
             run_script(options.program[0], options.program[1:])

@@ -79,6 +79,7 @@ def load(**settings: object) -> None:
                 "runtime: call torch_residency.sim.load() before the first import of torch"
             )
         folder = libraries()
+        check_allocator()
         _check_torch_version()
         for name in RUNTIME_LIBRARIES:
             try:
@@ -121,6 +122,21 @@ def load_operators() -> None:
         ) from None
     # TorchScript runs operator by operator: what it fuses on a GPU is compiled for that.
     torch._C._jit_override_can_fuse_on_gpu(False)
+
+
+def check_allocator() -> None:
+    """Check that the environment asks for no allocator that the card lacks.
+
+    Raises:
+        SimulationError: a variable names the backend cudaMallocAsync.
+    """
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        options = os.environ.get(variable, "").replace(" ", "").split(",")
+        if "backend:cudaMallocAsync" in options:
+            raise SimulationError(
+                f"{variable} asks for backend:cudaMallocAsync, which is not simulated: expected "
+                "torch's own allocator, backend:native"
+            )
 
 
 def verify() -> None:

@@ -14,6 +14,8 @@ from torch_residency.sim import _library, _report
 from torch_residency.sim._watch import Watch
 
 REPORTS_VARIABLE = "RESIDENCY_SIM_REPORTS"
+# Exit status when the card cannot be had as it was asked for, as argparse's own.
+REFUSED = 2
 _SETTING_PREFIX = "SIMCUDA_"
 
 _METADATA = "Metadata-Version: 2.1\nName: torch-residency-sim\nVersion: 0\n"
@@ -53,6 +55,11 @@ def start() -> None:
     """Called by torch while it is imported in a child process (the entry point torch.backends)."""
     if not _library.is_active():
         return
+    try:
+        _library.check_allocator()
+    except _library.SimulationError as error:
+        print(f"torch_residency.sim: {error}", file=sys.stderr)
+        sys.exit(REFUSED)
     _library.load_operators()
     reports = os.environ.get(REPORTS_VARIABLE)
     if reports:

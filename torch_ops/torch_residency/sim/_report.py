@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from torch_residency.sim import control
-from torch_residency.sim._watch import Watch
+from torch_residency.sim._watch import Watch, is_followed
 
 _DIRECTIONS = {
     "h2d": "to the device",
@@ -21,6 +21,8 @@ _DIRECTIONS = {
 
 def collect(watch: Watch) -> dict:
     """Return this process's report as JSON types: bytes, nanoseconds, counts."""
+    import torch
+
     statistics = watch.statistics()
     total = control.counters()
     devices = []
@@ -41,6 +43,7 @@ def collect(watch: Watch) -> dict:
         "pid": os.getpid(),
         "card": {key: control.get(key) for key in ("devices", "memory", "mode", "card", "host")},
         "visible_devices": visible,
+        "allocator": torch.cuda.get_allocator_backend(),
         "devices": devices,
         "out_of_memory": [dataclasses.asdict(event) for event in watch.out_of_memory],
         "optimizer_steps": watch.steps,
@@ -75,6 +78,10 @@ def as_text(report: dict) -> str:
         names = ", ".join(map(str, visible)) or "none"
         lines.append(f"CUDA_VISIBLE_DEVICES shows the script {len(visible)} of them: {names}")
     for i, device in enumerate(report["devices"]):
+        if not is_followed(report["allocator"]):
+            peak = size(device["peak_device_bytes"])
+            lines.append(f"device {i}: peak {peak}, by an allocator of the script's own")
+            continue
         lines.append(
             f"device {i}: peak allocated {size(device['peak_allocated_bytes'])}, "
             f"peak reserved {size(device['peak_reserved_bytes'])}, "

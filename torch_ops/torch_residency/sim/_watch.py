@@ -72,7 +72,8 @@ class Watch:
         """Follow the device allocator: when CUDA is initialised, as there is none before."""
         import torch
 
-        torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
+        if is_followed(torch.cuda.get_allocator_backend()):
+            torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
 
     @staticmethod
     def _wrap(owner: object, name: str, before: Callable[..., None]) -> None:
@@ -138,11 +139,18 @@ _PEAKS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
 _SUMS = ("num_alloc_retries", "num_ooms")
 
 
+def is_followed(allocator: str) -> bool:
+    """Return whether it has figures; one of the script's own (CUDAPluggableAllocator) has none."""
+    return allocator == "native"
+
+
 def current_statistics() -> dict[tuple[int, str], int]:
     """Return the figures that a report needs, by (device, name); none before CUDA is in use."""
     import torch
 
     if not torch.cuda.is_initialized():
+        return {}
+    if not is_followed(torch.cuda.get_allocator_backend()):
         return {}
     return {
         (device, name): statistics.get(name, 0)
