@@ -19,6 +19,8 @@
 namespace simcuda {
 namespace {
 
+// With less not even torch's first segments fit: a unit was forgotten.
+constexpr uint64_t kLeastMemoryBytes = uint64_t{64} << 20;
 constexpr double kInfinite = std::numeric_limits<double>::infinity();
 
 // Order of the FLOP rates: FP64, FP32, TF32, FP16 (and bfloat16), FP8, dense. Order of the rates:
@@ -247,13 +249,14 @@ void Keys::add_limits() {
             }
             return text;
           }};
-  by_name["memory"] = {.expected = "a size such as 24GiB, 512MiB or 1000000",
+  by_name["memory"] = {.expected = "a size of at least 64MiB with its unit, such as 24GiB",
                        .before_first_use = true,
                        .set =
                            [](std::string_view text) {
                              auto bytes = parse_size(text);
-                             if (bytes) settings().memory_bytes = *bytes;
-                             return bytes.has_value();
+                             if (!bytes || *bytes < kLeastMemoryBytes) return false;
+                             settings().memory_bytes = *bytes;
+                             return true;
                            },
                        .get = [] { return std::to_string(settings().memory_bytes.load()); }};
   by_name["mode"] = {.expected = "computing or dry",

@@ -11,8 +11,8 @@ def test_the_allocator_of_the_driver_is_refused(sim_process, variable, value):
     run = sim_process.run_code("print('must not run')", **{variable: value})
     assert (run.status, run.output) == (2, "")
     assert run.errors == (
-        f"torch_residency.sim: {variable} asks for backend:cudaMallocAsync, which is not simulated: "
-        "expected torch's own allocator, backend:native\n"
+        f"torch_residency.sim: {variable} asks for backend:cudaMallocAsync, which is not "
+        "simulated: expected torch's own allocator, backend:native\n"
     )
 
 
@@ -20,7 +20,8 @@ def test_the_allocator_of_the_driver_is_refused_in_a_child_too(sim_process):
     code = """
         import os, subprocess, sys
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"
-        print(subprocess.run([sys.executable, "-c", "import torch; print('must not run')"]).returncode)
+        child = [sys.executable, "-c", "import torch; print('must not run')"]
+        print(subprocess.run(child).returncode)
     """
     run = sim_process.run_code(code)
     assert (run.status, run.output) == (0, "2\n"), run.errors
@@ -62,3 +63,37 @@ def test_an_allocator_of_the_scripts_own_is_reported_by_the_memory_of_the_device
     run = sim_process.run_code(code)
     assert (run.status, run.output) == (0, "1048576.0\n"), run.errors
     assert "device 0: peak 6.00 MiB, by an allocator of the script's own" in run.errors
+
+
+@pytest.mark.parametrize("memory", ["0", "24", "24B", "63MiB", "24GiBs"])
+def test_memory_that_no_card_has_is_refused(sim_process, memory):
+    run = sim_process.run_code("print('must not run')", f"--memory={memory}")
+    assert (run.status, run.output) == (2, "")
+    assert run.errors == (
+        f"torch_residency.sim: 'memory' is '{memory}', expected a size of at least 64MiB with its "
+        "unit, such as 24GiB\n"
+    )
+
+
+@pytest.mark.parametrize("option", ["json", "timeline"])
+def test_a_file_that_cannot_be_written_is_refused(sim_process, tmp_path, option):
+    script = sim_process.script("print('must not run')")
+    for target, reason in (
+        (tmp_path, "it is a folder, expected a file"),
+        (tmp_path / "no" / "file", f"there is no folder '{tmp_path / 'no'}'"),
+    ):
+        process = sim_process.python("-m", "torch_residency.sim", f"--{option}", target, script)
+        assert (process.returncode, process.stdout) == (2, "")
+        last = process.stderr.splitlines()[-1]
+        assert last.endswith(f"argument --{option}: cannot write '{target}': {reason}")
+
+
+def test_a_file_that_turns_out_not_to_be_writable_costs_its_contents_only(sim_process):
+    script = sim_process.script("import torch; torch.ones(1, device='cuda'); raise SystemExit(3)")
+    process = sim_process.python("-m", "torch_residency.sim", "--json", "/dev/full", script)
+    assert process.returncode == 3
+    assert "--- simulated card" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert process.stderr.splitlines()[-1].startswith(
+        "torch_residency.sim: cannot write '/dev/full'"
+    )

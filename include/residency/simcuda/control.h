@@ -38,7 +38,7 @@ SIMCUDA_API const char* simcuda_message(void);
  *   visible_devices   which of them the process sees, as "1,0" (""): the variable CUDA_VISIBLE_DEVICES
  *                 sets it until the first use, by CUDA's rules. Read only. Devices elsewhere in this
  *                 file are counted among the visible ones
- *   memory        capacity of each device, a size: 24GiB, 512MiB, 1000000 (1GiB)    before first use only
+ *   memory        capacity of each device, a size of 64MiB or more: 24GiB (1GiB)   before first use only
  *   mode          computing | dry (computing)                                       before first use only
  *   card          modelled card: h200 | a100 | rtx4090 | none (h200). `none` gives every operation
  *                 a duration of 0

@@ -10,9 +10,9 @@ import argparse
 import atexit
 import os
 import runpy
-import shutil
 import signal
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -61,8 +61,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
     for option in ("timeline", "json"):
         path = getattr(options, option)
-        if path and not os.access(Path(path).resolve().parent, os.W_OK):
-            parser.error(f"argument --{option}: cannot write '{path}'")
+        if path and (reason := why_not_writable(Path(path))):
+            parser.error(f"argument --{option}: cannot write '{path}': {reason}")
 
     options.settings = {}
     for item in options.set:
@@ -76,6 +76,49 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     if options.dry:
         options.settings["mode"] = "dry"
     return options
+
+
+def why_not_writable(path: Path) -> str:
+    """Return why a file cannot be written there, or "" when it can."""
+    if path.is_dir():
+        return "it is a folder, expected a file"
+    if path.exists():
+        return "" if os.access(path, os.W_OK) else "it may not be written"
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        return f"there is no folder '{folder}'"
+    return "" if os.access(folder, os.W_OK) else f"nothing may be written in '{folder}'"
+
+
+def end_with_report_on_sigterm() -> None:
+    """Make SIGTERM end the script as sys.exit would, which the report comes after.
+
+    A script may set a handler of its own. Forked children are ended by it at once, as ever.
+    """
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    forking = threading.local()
+
+    def end(*_) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends it at once
+        sys.exit(128 + signal.SIGTERM)
+
+    # Blocked during a fork, since Python forgets what a child gets before it is set up.
+    def before_fork() -> None:
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def after_fork() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+    def after_fork_in_child() -> None:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        after_fork()
+
+    signal.signal(signal.SIGTERM, end)
+    os.register_at_fork(
+        before=before_fork, after_in_parent=after_fork, after_in_child=after_fork_in_child
+    )
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -98,15 +141,16 @@ def prepare(options: argparse.Namespace) -> None:
     def finish() -> None:
         if os.getpid() != own_pid:
             return
-        try:
-            if options.timeline:
+        if options.timeline:
+            try:
                 recorder.__exit__(None, None, None)
-            children = _process.read_reports(reports)
-            _report.show(_report.collect(watch), children, options.json)
-        finally:
-            shutil.rmtree(reports, ignore_errors=True)
+            except _library.SimulationError as error:
+                print(f"torch_residency.sim: {error}", file=sys.stderr)
+        children = _process.read_reports(reports)
+        _report.show(_report.collect(watch), children, options.json)
 
     atexit.register(finish)
+    end_with_report_on_sigterm()
 
 
 def run_script(path: str, arguments: list[str]) -> None:

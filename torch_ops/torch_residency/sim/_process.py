@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 from torch_residency.sim import _library, _report
@@ -18,37 +17,34 @@ REPORTS_VARIABLE = "RESIDENCY_SIM_REPORTS"
 REFUSED = 2
 _SETTING_PREFIX = "SIMCUDA_"
 
-_METADATA = "Metadata-Version: 2.1\nName: torch-residency-sim\nVersion: 0\n"
-_ENTRY_POINTS = f"[torch.backends]\ntorch_residency_sim = {__name__}:start\n"
+# torch finds the entry point torch.backends = start in it. A folder of its own, which only children
+# of a run have on their path: torch elsewhere hears nothing of it.
+_ENTRY_POINT = Path(__file__).resolve().parent / "_children"
 
 
-def give_to_children(settings: dict[str, str]) -> Path:
+def give_to_children(settings: dict[str, str]) -> int:
     """Set the environment that child processes are started with.
 
-    The libraries are preloaded there, and torch calls :func:`start` when it is imported. It finds
-    that entry point in a folder of this run's only: torch elsewhere hears nothing of it.
+    The libraries are preloaded there, and torch calls :func:`start` when it is imported.
 
     Returns:
-        That folder, in which children write their reports. The caller removes it.
+        A file in which children write their reports, one a line. It has no name in any folder, so
+        that nothing is left however this process ends.
     """
     folder = _library.libraries()
     preload = [str(folder / name) for name in _library.RUNTIME_LIBRARIES]
     _prepend("LD_PRELOAD", preload)
     package = Path(__file__).resolve().parents[2]
-    own = Path(tempfile.mkdtemp(prefix="residency-sim-"))
-    distribution = own / "torch_residency_sim.dist-info"
-    distribution.mkdir()
-    (distribution / "METADATA").write_text(_METADATA)
-    (distribution / "entry_points.txt").write_text(_ENTRY_POINTS)
-    paths = [str(own)]
-    sys.path.append(str(own))  # multiprocessing's "spawn" gives its children this list
+    paths = [str(_ENTRY_POINT)]
+    sys.path.append(str(_ENTRY_POINT))  # multiprocessing's "spawn" gives its children this list
     if package not in (Path(sysconfig.get_path(key)) for key in ("purelib", "platlib")):
         paths.append(str(package))
     _prepend("PYTHONPATH", paths)
     for key, value in settings.items():
         os.environ[_SETTING_PREFIX + key.upper()] = value
-    os.environ[REPORTS_VARIABLE] = str(own)
-    return own
+    reports = os.memfd_create("residency-sim-reports")
+    os.environ[REPORTS_VARIABLE] = f"/proc/{os.getpid()}/fd/{reports}"
+    return reports
 
 
 def start() -> None:
@@ -67,25 +63,34 @@ def start() -> None:
 
         # Too early to follow: torch is not imported in full. In the call that comes later, another
         # _lazy_call would wait for itself (torch 2.11 holds a plain lock).
-        torch.cuda._lazy_call(lambda: _follow(Path(reports)))
+        torch.cuda._lazy_call(lambda: _follow(reports))
 
 
-def read_reports(folder: Path) -> list[dict]:
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+def read_reports(reports: int) -> list[dict]:
+    """Return the children's reports in the order of their process ids."""
+    os.lseek(reports, 0, os.SEEK_SET)
+    with os.fdopen(os.dup(reports), "rb") as file:
+        lines = file.read().split(b"\n")
+    # The last is empty, or of a child that was killed while it wrote.
+    return sorted((json.loads(line) for line in lines[:-1]), key=lambda report: report["pid"])
 
 
-def _follow(folder: Path) -> None:
+def _follow(reports: str) -> None:
     watch = Watch(os.path.abspath(sys.argv[0]) if sys.argv else "")
     watch.start()
     watch.start_allocator()
     pid = os.getpid()
 
     def write() -> None:
-        if os.getpid() == pid and folder.is_dir():
-            text = json.dumps(_report.collect(watch))
-            partial = folder / f"{pid}.partial"
-            partial.write_text(text)
-            partial.rename(folder / f"{pid}.json")
+        if os.getpid() != pid or not _report.used_card():
+            return
+        line = json.dumps(_report.collect(watch)).encode() + b"\n"
+        try:
+            file = os.open(reports, os.O_WRONLY | os.O_APPEND)
+        except OSError:
+            return  # the run has ended
+        os.write(file, line)
+        os.close(file)
 
     atexit.register(write)
 

@@ -61,6 +61,21 @@ def collect(watch: Watch) -> dict:
     }
 
 
+def used_card() -> bool:
+    """Return whether this process has had memory on a card, or done anything there."""
+    total = control.counters()
+    return any(
+        (
+            total.peak_device_bytes,
+            total.failed_allocations,
+            total.kernels,
+            total.host_syncs,
+            control.peak_pinned_bytes(),
+            *(getattr(total, name).count for name in _DIRECTIONS),
+        )
+    )
+
+
 def visible_cards() -> list[int]:
     """Return the places in the machine of the devices that this process sees."""
     return [int(card) for card in control.get("visible_devices").split(",") if card]
@@ -123,7 +138,11 @@ def show(report: dict, children: list[dict], json_path: str | None) -> None:
         texts.append(f"--- child process {child['pid']}: {as_text(child)}")
     print("\n".join(texts), file=sys.stderr, flush=True)
     if json_path:
-        Path(json_path).write_text(json.dumps({**report, "children": children}, indent=1) + "\n")
+        text = json.dumps({**report, "children": children}, indent=1) + "\n"
+        try:
+            Path(json_path).write_text(text)
+        except OSError as error:
+            print(f"torch_residency.sim: cannot write '{json_path}': {error}", file=sys.stderr)
 
 
 def size(num_bytes: int) -> str:
