@@ -153,8 +153,24 @@ bool still_there(const CopyRequest& request, const Route& route) {
                                  intact(request.destination, shape.destination_pitch));
 }
 
+void fill_rows(char* destination, int value, const Shape& shape) {
+  for (uint64_t row = 0; row < shape.num_rows; ++row) {
+    memset(destination + row * shape.destination_pitch, value, shape.row_bytes);
+  }
+}
+
+// What comes from memory that is not there: zeros, not what the host's memory happened to hold.
+std::shared_ptr<Body> dry_body_of(const CopyRequest& request, const Route& route) {
+  if (route.direction != SIMCUDA_D2H) return nullptr;
+  return std::make_shared<Body>([request, route] {
+    if (!still_there(request, route)) return cudaErrorIllegalAddress;
+    fill_rows(static_cast<char*>(request.destination), 0, request.shape);
+    return cudaSuccess;
+  });
+}
+
 std::shared_ptr<Body> body_of(const CopyRequest& request, const Route& route, bool staged) {
-  if (runtime().dry && route.direction >= 0) return nullptr;
+  if (runtime().dry && route.direction >= 0) return dry_body_of(request, route);
   const AddressSpace& memory = runtime().memory;
   char* destination = static_cast<char*>(memory.bytes_at(request.destination));
   const char* source = static_cast<const char*>(memory.bytes_at(request.source));
@@ -234,9 +250,7 @@ cudaError_t fill(StreamPtr& stream, void* destination, int value, const Shape& s
   if (!runtime().dry || !range->on_device()) {
     char* bytes = static_cast<char*>(memory.bytes_at(destination));
     spec.body = std::make_shared<Body>([bytes, value, shape] {
-      for (uint64_t row = 0; row < shape.num_rows; ++row) {
-        memset(bytes + row * shape.destination_pitch, value, shape.row_bytes);
-      }
+      fill_rows(bytes, value, shape);
       return cudaSuccess;
     });
   }
