@@ -29,10 +29,11 @@ int refuse_foreign_runtime() {
 
 extern "C" int simcuda_driver_stub(const char* name) {
   if (int refused = simcuda_driver_enter(name)) return refused;
-  simcuda_driver_refuse(
-      name, is_of_kernels(name)
-                ? ": kernels compiled at run time (NVRTC, Triton) are not simulated; operators are"
-                : "");
+  simcuda_driver_refuse(name,
+                        is_of_kernels(name)
+                            ? ": kernels compiled at run time (NVRTC, Triton) are not simulated; "
+                              "torch.compile works with backend=\"eager\" or \"aot_eager\""
+                            : "");
   return kNotSupported;
 }
 

@@ -1,6 +1,7 @@
 """Kernels compiled at run time: TorchScript does without, the others say that they cannot."""
 
 import re
+import shutil
 
 import pytest
 
@@ -80,5 +81,53 @@ def test_the_gpu_fuser_is_refused_when_a_script_asks_for_it(sim_process):
     run = sim_process.run_code(code)
     assert run.status == 0, run.errors
     assert "refused" in run.output
+    (line,) = refusals(run)
+    assert MADE_FOR_RUN_TIME in line
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("cc") is None and shutil.which("gcc") is None, reason="Triton needs a C compiler"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager", "eager"])
+def test_torch_compile_says_which_backends_work(sim_process, tmp_path, backend):
+    code = f"""
+        import torch
+
+        compiled = torch.compile(lambda x: (x.sin() * 2 + x.cos()).sum(), backend="{backend}")
+        print(round(compiled(torch.zeros(8, device="cuda")).item()))
+    """
+    # Nothing that an earlier run compiled is found again.
+    run = sim_process.run_code(
+        code, TRITON_CACHE_DIR=str(tmp_path / "t"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "i")
+    )
+    if backend == "inductor":
+        assert run.status == 1, run.output
+        (line,) = refusals(run)
+        assert MADE_FOR_RUN_TIME in line
+        assert line.endswith('torch.compile works with backend="eager" or "aot_eager"')
+        assert "libcuda.so cannot found" not in run.errors
+    else:
+        assert (run.status, run.output) == (0, "8\n"), run.errors
+
+
+@needs_compiler
+def test_a_triton_kernel_is_refused_by_name(sim_process, tmp_path):
+    code = """
+        import torch
+        import triton
+        import triton.language as tl
+
+        @triton.jit
+        def double(pointer, size: tl.constexpr):
+            place = pointer + tl.arange(0, size)
+            tl.store(place, tl.load(place) * 2)
+
+        double[(1,)](torch.ones(8, device="cuda"), 8)
+    """
+    run = sim_process.run_code(code, TRITON_CACHE_DIR=str(tmp_path))
+    assert run.status == 1, run.output
     (line,) = refusals(run)
     assert MADE_FOR_RUN_TIME in line

@@ -88,6 +88,9 @@ def load(**settings: object) -> None:
                 ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
             except OSError as error:
                 raise SimulationError(f"cannot load {folder / name}: {_one_line(error)}") from None
+        # Triton looks for the driver by itself, and gives up before it could be told that its
+        # kernels are not simulated.
+        os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
         runtime.cache_clear()
     control.check_version(_CONTROL_VERSION)
     for key, value in settings.items():
