@@ -1,4 +1,7 @@
-// Kernels: those that nvcc compiled are known by name and refused, those of simcuda_launch run.
+// Kernels: those that nvcc compiled are known by name and refused (but torch.cuda._sleep), those
+// of simcuda_launch run.
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
@@ -49,6 +52,30 @@ cudaError_t refuse_launch(const void* function) {
   if (name.size() > kLongestName) name = name.substr(0, kLongestName) + "...";
   complain("kernel refused, compiled kernels cannot be simulated: " + name);
   return fail(cudaErrorNoKernelImageForDevice);
+}
+
+// torch.cuda._sleep(cycles): the one compiled kernel that is simulated, as it does nothing.
+bool is_sleep(const std::string& name) {
+  return name.find("spin_kernel(long") != std::string::npos;
+}
+
+cudaError_t launch_sleep(cudaStream_t handle, int64_t num_cycles) {
+  StreamPtr stream;
+  if (cudaError_t error = open_stream(handle, stream)) return fail(error);
+  OperationSpec spec{.kind = OperationKind::kKernel, .name = "spin_kernel"};
+  spec.engine = &stream->device.engines[kEngineCompute];
+  spec.launch_ns = time_ns(kLaunch);
+  double seconds = static_cast<double>(std::max(num_cycles, int64_t{0})) /
+                   settings().card.load()->cycles_a_second;
+  spec.duration_ns = static_cast<uint64_t>(std::llround(seconds * 1e9));
+  return fail(submit(stream, std::move(spec)));
+}
+
+cudaError_t launch_compiled(const void* function, void** arguments, cudaStream_t stream) {
+  if (arguments && is_sleep(name_of(function))) {
+    return launch_sleep(stream, *static_cast<const int64_t*>(arguments[0]));
+  }
+  return refuse_launch(function);
 }
 
 struct CallConfiguration {
@@ -173,16 +200,16 @@ SIMCUDA_EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, s
   return cudaSuccess;
 }
 
-SIMCUDA_EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t,
-                                              cudaStream_t) {
+SIMCUDA_EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void** arguments,
+                                              size_t, cudaStream_t stream) {
   SIMCUDA_ENTER(cudaLaunchKernel, kHostCall);
-  return refuse_launch(kernel);
+  return launch_compiled(kernel, arguments, stream);
 }
 
-SIMCUDA_EXPORT cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t,
-                                            cudaStream_t) {
+SIMCUDA_EXPORT cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** arguments,
+                                            size_t, cudaStream_t stream) {
   SIMCUDA_ENTER(cudaLaunchKernel, kHostCall);
-  return refuse_launch(function);
+  return launch_compiled(function, arguments, stream);
 }
 
 SIMCUDA_EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3, dim3, void**,
@@ -191,10 +218,10 @@ SIMCUDA_EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* function, dim
   return refuse_launch(function);
 }
 
-SIMCUDA_EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* function,
-                                               void**) {
+SIMCUDA_EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration,
+                                               const void* function, void** arguments) {
   SIMCUDA_ENTER(cudaLaunchKernelExC, kHostCall);
-  return refuse_launch(function);
+  return launch_compiled(function, arguments, configuration->stream);
 }
 
 // ---- What is asked about kernels before a launch; the launch itself is refused

@@ -30,10 +30,11 @@ constexpr double kInfinite = std::numeric_limits<double>::infinity();
 // Sources. H200: NVIDIA H200 datasheet (SXM; FP64 is that of the tensor cores; sparse figures
 // halved), 4.8 TB/s HBM3e, NVLink 900 GB/s both ways together, PCIe 5 x16. A100: NVIDIA A100 80 GB
 // SXM datasheet, NVLink 600 GB/s, PCIe 4 x16. RTX 4090: NVIDIA Ada architecture whitepaper, FP32
-// accumulation, no peer link besides PCIe. A copy within the device reads and writes, so its rate
-// is half the memory's. PCIe rates are what bandwidthTest reports on such machines (about 55 and
-// 25 GB/s), pageable ones 10 to 12 GB/s; a launch takes about 5 us to start and a call about 2 us
-// of the host; page-locking fresh memory runs at about 4 GiB/s.
+// accumulation, no peer link besides PCIe. Clocks are the boost clocks of these. A copy within the
+// device reads and writes, so its rate is half the memory's. PCIe rates are what bandwidthTest
+// reports on such machines (about 55 and 25 GB/s), pageable ones 10 to 12 GB/s; a launch takes
+// about 5 us to start and a call about 2 us of the host; page-locking fresh memory runs at about 4
+// GiB/s.
 constexpr CardModel kCards[] = {
     {"h200",
      "NVIDIA H200 (simulated)",
@@ -41,6 +42,7 @@ constexpr CardModel kCards[] = {
      0,
      132,
      50,
+     1.98e9,
      {67e12, 67e12, 494.7e12, 989.5e12, 1979e12},
      4.8e12,
      {55e9, 55e9, 2.4e12, 450e9, 12e9, 10e9},
@@ -51,6 +53,7 @@ constexpr CardModel kCards[] = {
      0,
      108,
      40,
+     1.41e9,
      {19.5e12, 19.5e12, 156e12, 312e12, 312e12},
      2.039e12,
      {25e9, 25e9, 1.02e12, 300e9, 11e9, 10e9},
@@ -61,6 +64,7 @@ constexpr CardModel kCards[] = {
      9,
      128,
      72,
+     2.52e9,
      {1.29e12, 82.6e12, 82.6e12, 165.2e12, 330.3e12},
      1.008e12,
      {25e9, 25e9, 504e9, 22e9, 11e9, 10e9},
@@ -71,6 +75,7 @@ constexpr CardModel kCards[] = {
      0,
      132,
      50,
+     kInfinite,
      {kInfinite, kInfinite, kInfinite, kInfinite, kInfinite},
      kInfinite,
      {kInfinite, kInfinite, kInfinite, kInfinite, kInfinite, kInfinite},

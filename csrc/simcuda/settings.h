@@ -27,6 +27,7 @@ struct CardModel {
   int compute_minor;
   int num_multiprocessors;
   int l2_mib;
+  double cycles_a_second;                            // boost clock of the multiprocessors
   std::array<double, SIMCUDA_NUM_PRECISIONS> flops;  // a second
   double memory_rate;                                // bytes a second
   std::array<double, kNumRates> rates;               // bytes a second
