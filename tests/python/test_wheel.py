@@ -21,14 +21,16 @@ def test_holds_libraries_headers_and_cmake_package(wheel):
         "lib/cmake/residency/FindResidencyTorch.cmake",
         "include/residency/core/export.h",
         "py.typed",
+        "sim/_children/torch_residency_sim.dist-info/entry_points.txt",
+        "sim/_children/torch_residency_sim.dist-info/METADATA",
     ):
         assert f"torch_residency/{name}" in names
 
 
 def test_pins_the_torch_minor_version_it_was_built_for(wheel):
-    (metadata,) = (
-        n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".dist-info/METADATA")
-    )
+    # Of the wheel, and not of the entry point of the simulator's child processes.
+    top = (n for n in zipfile.ZipFile(wheel).namelist() if n.count("/") == 1)
+    (metadata,) = (n for n in top if n.endswith(".dist-info/METADATA"))
     minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
     text = zipfile.ZipFile(wheel).read(metadata).decode()
     assert f"Requires-Dist: torch=={minor}.*" in text.splitlines()
