@@ -13,9 +13,9 @@ namespace simcuda {
 // up in /proc: if it has ended or sleeps, it handed over; it gets 100 ms to fall asleep. A Python
 // thread that waits for the interpreter lock sleeps too, but in a futex wait with a timeout, which
 // /proc/self/task/<id>/syscall shows: it will go on by itself, so that is no hand-over. Where the
-// kernel does not offer that file, a sleeping thread counts as having handed over. Autograd's thread
-// waits for that lock too, to drop the callbacks of a backward pass that has ended: when the caller
-// is in no backward pass itself, it was that one, and nothing of it is left to enqueue.
+// kernel does not offer that file, a sleeping thread counts as having handed over. Autograd's
+// thread waits for that lock too, to drop the callbacks of a backward pass that has ended: when the
+// caller is in no backward pass itself, it was that one, and nothing of it is left to enqueue.
 class [[nodiscard]] ClockCall {
  public:
   explicit ClockCall(bool moves_clock);

@@ -48,25 +48,30 @@ FIRST_UUID = "GPU-51c00000-0000-0000-0000-000000000000"
 THIRD_UUID = "GPU-51c00000-0000-0000-0000-000000000002"
 
 
+VISIBLE = [
+    ("1", [1]),
+    ("2,0", [2, 0]),
+    ("0,7,1", [0]),
+    ("1,-1,0", [1]),
+    ("2, 1", [2, 1]),
+    ("", []),
+    ("-1", []),
+    ("none", []),
+    ("1,1", []),
+    (f"{THIRD_UUID},{FIRST_UUID}", [2, 0]),
+]
+
+
 @pytest.mark.parametrize(
-    "value, cards",
+    "variable, value, cards",
     [
-        ("1", [1]),
-        ("2,0", [2, 0]),
-        ("0,7,1", [0]),
-        ("1,-1,0", [1]),
-        ("2, 1", [2, 1]),
-        ("", []),
-        ("-1", []),
-        ("none", []),
-        ("1,1", []),
-        (f"{THIRD_UUID},{FIRST_UUID}", [2, 0]),
+        (variable, value, cards)
+        for variable in ("CUDA_VISIBLE_DEVICES", "LATE")
+        for value, cards in VISIBLE
+        if value or variable != "LATE"  # which the script would take for not set
     ],
 )
-@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "LATE"])
 def test_visible_devices_are_those_of_the_variable(sim_process, variable, value, cards):
-    if variable == "LATE" and not value:
-        pytest.skip("the script takes it for not set")
     run = sim_process.run_code(LOOK, "--devices=3", **{variable: value})
     assert run.status == 0, run.errors
     seen, refusal = run.output.splitlines()
