@@ -76,10 +76,6 @@ void wait_for(const FencePtr& fence) {
   }
 }
 
-bool is_pending(const FencePtr& fence) {
-  return fence != nullptr && fence->poll() == FenceStatus::kPending;
-}
-
 bool engine_is_blocking(FileEngine engine) {
   const char* chosen = std::getenv("RESIDENCY_FILE_ENGINE");
   return engine == FileEngine::kBlocking ||

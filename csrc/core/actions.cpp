@@ -361,7 +361,7 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
           Account& account = ledger_.account(each.from);
           account.used -= each.charge;
           std::vector<FencePtr> after;
-          if (made.fence && made.fence->poll() == FenceStatus::kPending) {
+          if (is_pending(made.fence)) {
             after.push_back(made.fence);
           }
           if (!after.empty() && !backend_->reuses_in_device_order(each.from)) {

@@ -255,8 +255,7 @@ Snapshot ManagerState::snapshot() {
     }
     for (const Materialization* each = record.first.get(); each != nullptr;
          each = each->next.get()) {
-      const FencePtr ready = each->ready();
-      const bool arriving = ready && ready->poll() == FenceStatus::kPending;
+      const bool arriving = is_pending(each->ready());
       if (arriving) {
         note_arriving(each->location, each->charge);
       }

@@ -382,10 +382,6 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
 /// Steady clock, nanoseconds.
 [[nodiscard]] std::int64_t now_ns() noexcept;
 
-[[nodiscard]] inline bool is_pending(const FencePtr& fence) noexcept {
-  return fence && fence->poll() == FenceStatus::kPending;
-}
-
 inline bool ManagerState::is_forked() const noexcept {
   return fork_generation_ != residency::fork_generation();
 }

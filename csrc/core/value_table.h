@@ -90,7 +90,7 @@ struct alignas(64) Materialization {
   template <class Visit>
   static void for_each_pending(std::span<const FencePtr> fences, const Visit& visit) {
     for (const FencePtr& fence : fences) {
-      if (fence && fence->poll() == FenceStatus::kPending) {
+      if (is_pending(fence)) {
         visit(fence);
       }
     }

@@ -62,4 +62,9 @@ class RESIDENCY_API Fence {
 
 using FencePtr = std::shared_ptr<Fence>;
 
+/// False for null, which stands for what is ready. Never blocks.
+[[nodiscard]] inline bool is_pending(const FencePtr& fence) noexcept {
+  return fence && fence->poll() == FenceStatus::kPending;
+}
+
 }  // namespace residency
