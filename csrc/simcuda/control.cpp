@@ -8,6 +8,7 @@
 #include "csrc/simcuda/entry.h"
 #include "csrc/simcuda/handover.h"
 #include "csrc/simcuda/runtime.h"
+#include "csrc/simcuda/thread_object.h"
 
 using namespace simcuda;
 
@@ -98,9 +99,12 @@ const char* simcuda_get(const char* key) {
     set_message("unknown setting");
     return nullptr;
   }
-  static thread_local std::string* text = new std::string;
-  *text = *value;
-  return text->c_str();
+  struct Answer {
+    std::string text;
+  };
+  std::string& text = thread_object<Answer>().text;
+  text = *std::move(value);
+  return text.c_str();
 }
 
 int simcuda_set_capacity(int device, uint64_t bytes) {

@@ -19,6 +19,7 @@
 #include "csrc/simcuda/cupti_buffer.h"
 #include "csrc/simcuda/cupti_placement.h"
 #include "csrc/simcuda/cupti_record.h"
+#include "csrc/simcuda/thread_object.h"
 
 #define SIMCUDA_CUPTI extern "C" __attribute__((visibility("default"))) CUptiResult CUPTIAPI
 
@@ -46,9 +47,7 @@ using ExternalIds = std::array<std::vector<uint64_t>, CUPTI_EXTERNAL_CORRELATION
 
 // The operators that the calling thread is in.
 ExternalIds& external_ids() {
-  // Leaked with its thread, as operators may run in destructors at its end.
-  static thread_local auto* ids = new ExternalIds;
-  return *ids;
+  return thread_object<ExternalIds>();
 }
 
 void append_external_ids(Profiler& state, uint64_t correlation_id) {

@@ -7,6 +7,7 @@
 
 #include "csrc/simcuda/runtime.h"
 #include "csrc/simcuda/settings.h"
+#include "csrc/simcuda/thread_object.h"
 
 namespace simcuda {
 namespace {
@@ -23,7 +24,10 @@ Registry& registry() {
 }
 
 thread_local cudaError_t t_last_error = cudaSuccess;
-thread_local std::string* t_message = nullptr;
+
+struct Message {
+  std::string text;
+};
 
 }  // namespace
 
@@ -81,14 +85,11 @@ cudaError_t take_last_error() {
 }
 
 void set_message(std::string message) {
-  // Leaked with its thread: a thread_local string would be destroyed before the last calls of
-  // libraries that clean up at the end.
-  if (!t_message) t_message = new std::string;
-  *t_message = std::move(message);
+  thread_object<Message>().text = std::move(message);
 }
 
 const char* message() {
-  return t_message ? t_message->c_str() : "";
+  return thread_object<Message>().text.c_str();
 }
 
 void complain(const std::string& line) {

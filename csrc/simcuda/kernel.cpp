@@ -11,6 +11,7 @@
 #include "csrc/simcuda/entry.h"
 #include "csrc/simcuda/graph.h"
 #include "csrc/simcuda/runtime.h"
+#include "csrc/simcuda/thread_object.h"
 
 using namespace simcuda;
 
@@ -86,9 +87,7 @@ struct CallConfiguration {
 };
 
 std::vector<CallConfiguration>& call_configurations() {
-  // Leaked with its thread, as kernels may be launched by destructors at its end.
-  static thread_local auto* configurations = new std::vector<CallConfiguration>;
-  return *configurations;
+  return thread_object<std::vector<CallConfiguration>>();
 }
 
 // The program's function and data of simcuda_launch. Its end is the end of the data.

