@@ -1,5 +1,6 @@
 """The package is tested as a user gets it: built into a wheel, and installed."""
 
+import fcntl
 import gc
 import importlib.util
 import os
@@ -22,11 +23,18 @@ def python(*arguments, check=True, **options) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    build = python(
-        "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", folder, ROOT, check=False
-    )
-    assert build.returncode == 0, build.stdout + build.stderr
+    """The wheel, built once for all the processes among which pytest-xdist shares the tests."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob("*.whl")):
+            build = python(
+                "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", folder, ROOT,
+                check=False,
+            )  # fmt: skip
+            assert build.returncode == 0, build.stdout + build.stderr
     (wheel,) = folder.glob("*.whl")
     return wheel
 

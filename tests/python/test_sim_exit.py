@@ -24,6 +24,17 @@ IN_FLIGHT = """
 """
 
 
+# Its thread still waits when the process ends. One whose work is done while the interpreter ends is
+# aborted by PyTorch, as on any card: what it returns to needs the interpreter.
+WAITING_THREAD = """
+    from torch_residency import sim
+    sim.hold(side)
+    with torch.cuda.stream(side):
+        y.relu()
+    threading.Thread(target=torch.cuda.synchronize, daemon=True).start()
+"""
+
+
 @pytest.mark.parametrize(
     "ending, status, said",
     [
@@ -32,7 +43,7 @@ IN_FLIGHT = """
         ("raise ValueError('boom')", 1, "ValueError: boom"),
         ("os._exit(5)", 5, None),
         ("from torch_residency import sim; sim.hold(side); torch.ones(3, device='cuda')", 0, ""),
-        ("threading.Thread(target=torch.cuda.synchronize, daemon=True).start()", 0, ""),
+        (WAITING_THREAD.strip(), 0, ""),
     ],
     ids=["end", "exit", "exception", "os._exit", "held", "waiting thread"],
 )

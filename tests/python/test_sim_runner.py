@@ -165,7 +165,11 @@ def test_out_of_memory_says_at_which_step_and_line(sim_process):
 
 
 def test_out_of_memory_in_backward_names_the_line_that_called_it(sim_process):
+    # On one core the script is at its end before autograd's thread has freed the exception, which
+    # needs the interpreter: three of four times PyTorch alone aborts the process.
     code = """
+        import os
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         import torch
 
         class Hungry(torch.autograd.Function):
@@ -186,7 +190,7 @@ def test_out_of_memory_in_backward_names_the_line_that_called_it(sim_process):
     run = sim_process.run_code(code, "--memory=1GiB")
     assert (run.status, run.output) == (0, "caught\n"), run.errors
     (event,) = run.report["out_of_memory"]
-    assert event["where"] == "script.py:11"
+    assert event["where"] == "script.py:13"
     assert (event["steps"], event["backwards"]) == (0, 1)
 
 

@@ -1,10 +1,13 @@
 """Finds the simulated libraries and puts them where torch will look for the real ones."""
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 
 # In the order they are loaded: the driver, NVML and CUPTI refer to the runtime.
@@ -125,6 +128,33 @@ def load_operators() -> None:
         ) from None
     # TorchScript runs operator by operator: what it fuses on a GPU is compiled for that.
     torch._C._jit_override_can_fuse_on_gpu(False)
+    atexit.register(_wait_for_autograd, os.getpid())
+
+
+def _wait_for_autograd(pid: int) -> None:
+    """Wait until autograd's threads hold nothing of Python any more; at the end of the process.
+
+    The thread of a device frees the exception of a failed backward pass after the script has it.
+    It needs the interpreter for that, and where the interpreter has ended meanwhile the process is
+    aborted; on a real card it is the same race. A thread that runs another pass is done with it.
+    """
+    import torch
+
+    if os.getpid() != pid or not torch.cuda.is_initialized():
+        return
+
+    def run_passes() -> None:
+        # A broken device has nothing to compute with, and then the race is open again.
+        with contextlib.suppress(Exception):
+            for device in range(torch.cuda.device_count()):
+                # Without elements: nothing is allocated and nothing launched.
+                x = torch.empty(0, device=f"cuda:{device}", requires_grad=True)
+                x.clone().backward(x.detach())
+
+    # A pass of the script may never end, and the process ends all the same.
+    thread = threading.Thread(target=run_passes, daemon=True)
+    thread.start()
+    thread.join(timeout=1)
 
 
 def check_allocator() -> None:
