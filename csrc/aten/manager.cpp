@@ -67,10 +67,21 @@ Handle adopt(Manager& manager, TensorResident value, const AdoptOptions& options
         "that nobody could say when it is gone; clone it first");
   }
   throw_unless_mutable_can_be_seen(*block->tensor_layout(), options.mutability);
+  const Location at = block->location();
+  if (options.stream.has_value() && options.stream->device != at) {
+    throw std::invalid_argument(
+        fmt::format("adopt: the stream belongs to {}, the tensors are at {}",
+                    to_string(options.stream->device), to_string(at)));
+  }
+  FencePtr ready;
+  if (at.is_cuda() && manager.backend().why_unavailable(at).empty()) {
+    ready = manager.backend().record_use(
+        options.stream.has_value() ? *options.stream : manager.backend().current_stream(at));
+  }
   return manager.adopt(block,
                        spec_of(block->tensor_layout(), options.mode, Recoverability::kMustPreserve,
                                options.mutability),
-                       options.type);
+                       options.type, std::move(ready));
 }
 
 Handle register_source(Manager& manager, std::shared_ptr<Source> source,

@@ -256,6 +256,17 @@ std::vector<iovec> TensorBlock::storages() const {
   return pieces;
 }
 
+void* TensorBlock::pack_data() const noexcept {
+  if (packed_) {
+    for (std::uint32_t i = 0; i < storages_.size(); ++i) {
+      if (storages_[i].nbytes != 0) {
+        return static_cast<std::byte*>(storages_[i].data) - layout_->pack_offset(i).count();
+      }
+    }
+  }
+  return nullptr;
+}
+
 bool TensorBlock::owns_memory() const noexcept {
   return std::none_of(storages_.begin(), storages_.end(), [](const StorageEntry& entry) {
     return entry.nbytes != 0 && entry.storage.data_ptr().get_context() == nullptr;

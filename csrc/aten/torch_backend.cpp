@@ -1,9 +1,11 @@
 #include "residency/aten/torch_backend.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -14,8 +16,8 @@
 
 #include <fmt/format.h>
 
-#include "csrc/aten/disk_worker.h"
 #include "csrc/aten/file_tier.h"
+#include "csrc/aten/transfer_worker.h"
 #include "residency/aten/tensor_block.h"
 #include "residency/core/errors.h"
 #include "residency/core/options.h"
@@ -76,6 +78,33 @@ void wait_for(const FencePtr& fence) {
   }
 }
 
+/// Where memory is reused in the order of the device.
+bool is_device_tier(Location location) noexcept {
+  return location.is_cuda() || location == Location::pinned_host();
+}
+
+/// The others need a thread.
+bool goes_on_stream(Location from, Location to) noexcept {
+  return is_device_tier(from) && is_device_tier(to) && (from.is_cuda() || to.is_cuda());
+}
+
+/// Storage by storage, between two blocks in host memory.
+void copy_on_host(const TensorBlock& source, const TensorBlock& target) {
+  const std::vector<Bytes>& storages = source.tensor_layout()->storages();
+  for (std::uint32_t i = 0; i < storages.size(); ++i) {
+    if (storages[i] != Bytes()) {
+      std::memcpy(target.storage_data(i), source.storage_data(i),
+                  static_cast<std::size_t>(storages[i].count()));
+    }
+  }
+}
+
+void wait_for_all(const std::vector<FencePtr>& fences) {
+  for (const FencePtr& fence : fences) {
+    wait_for(fence);
+  }
+}
+
 bool engine_is_blocking(FileEngine engine) {
   const char* chosen = std::getenv("RESIDENCY_FILE_ENGINE");
   return engine == FileEngine::kBlocking ||
@@ -132,7 +161,7 @@ struct TorchBackend::State {
   std::shared_ptr<Retirement> retirement = std::make_shared<Retirement>();
 
   std::mutex worker_mutex;
-  std::shared_ptr<DiskWorker> worker;
+  std::array<std::shared_ptr<TransferWorker>, TransferWorker::kNumKinds> workers;
 
   [[nodiscard]] FileTier* find_disk(Location location) const noexcept {
     for (const auto& disk : disks) {
@@ -143,15 +172,28 @@ struct TorchBackend::State {
     return nullptr;
   }
 
-  FencePtr start(std::function<void(FileIo&, const std::atomic<bool>&)> transfer);
+  /// A step of a transfer, on a worker's thread.
+  using Work = std::function<void(FileIo&, const std::atomic<bool>&)>;
+  FencePtr start(TransferWorker::Kind kind, Work work);
+
+  [[nodiscard]] DeviceLayer& devices() const noexcept { return *options.devices; }
+  [[nodiscard]] bool owned_by_devices(const TensorBlock& block) const noexcept {
+    return options.devices != nullptr && options.devices->owns(block);
+  }
+  /// New memory at a location, or the block to overwrite there.
+  [[nodiscard]] DeviceLayer::Room room_for(const CopyRequest& request,
+                                           const std::shared_ptr<const TensorLayout>& layout);
+  CopyResult copy_on_stream(const CopyRequest& request, const TensorBlock& source);
+  /// A complete copy at the same location. Waits on the host.
+  [[nodiscard]] std::shared_ptr<TensorBlock> clone(const TensorBlock& block);
 };
 
-FencePtr TorchBackend::State::start(
-    std::function<void(FileIo&, const std::atomic<bool>&)> transfer) {
-  const auto fence = std::make_shared<DiskFence>();
+FencePtr TorchBackend::State::start(TransferWorker::Kind kind, Work transfer) {
+  const auto fence = std::make_shared<WorkerFence>();
   const std::lock_guard lock(worker_mutex);
+  std::shared_ptr<TransferWorker>& worker = workers[static_cast<std::size_t>(kind)];
   if (worker == nullptr) {
-    worker = DiskWorker::shared();
+    worker = TransferWorker::shared(kind);
   }
   transfers->begin();
   try {
@@ -181,6 +223,49 @@ FencePtr TorchBackend::State::start(
     throw;
   }
   return fence;
+}
+
+DeviceLayer::Room TorchBackend::State::room_for(const CopyRequest& request,
+                                                const std::shared_ptr<const TensorLayout>& layout) {
+  if (request.overwrite != nullptr) {
+    auto block = as<TensorBlock>(request.overwrite);
+    if (block == nullptr || *block->tensor_layout() != *layout) {
+      throw_foreign_block();
+    }
+    block->check_intact();
+    return {std::move(block), {}};
+  }
+  if (request.to == Location::pageable_host()) {
+    return {TensorBlock::allocate(layout), {}};
+  }
+  return devices().allocate(layout, request.to);
+}
+
+CopyResult TorchBackend::State::copy_on_stream(const CopyRequest& request,
+                                               const TensorBlock& source) {
+  DeviceLayer::Room room = room_for(request, source.tensor_layout());
+  CopyResult result = devices().copy(request, source, room.block, room.after);
+  if (request.overwrite != nullptr) {
+    room.block->count_overwrite();
+  }
+  return result;
+}
+
+std::shared_ptr<TensorBlock> TorchBackend::State::clone(const TensorBlock& block) {
+  if (block.location() == Location::pageable_host()) {
+    return block.clone();
+  }
+  CopyRequest request;
+  request.from = request.to = block.location();
+  if (block.location().is_cuda()) {
+    CopyResult copied = copy_on_stream(request, block);
+    wait_for(copied.ready);
+    return as<TensorBlock>(copied.block);
+  }
+  DeviceLayer::Room room = devices().allocate(block.tensor_layout(), block.location());
+  wait_for_all(room.after);
+  copy_on_host(block, *room.block);
+  return std::move(room.block);
 }
 
 TorchBackend::TorchBackend(TorchBackendOptions options) : state_(std::make_unique<State>()) {
@@ -225,12 +310,17 @@ void TorchBackend::close(bool wait) noexcept {
       state_->transfers->abandon();
     }
   }
-  std::shared_ptr<DiskWorker> worker = std::move(state_->worker);
+  auto workers = std::exchange(state_->workers, {});
   if (wait) {
     for (const auto& disk : state_->disks) {
       disk->remove();
     }
-    DiskWorker::release_and_join(std::move(worker));
+    for (auto& worker : workers) {
+      TransferWorker::release_and_join(std::move(worker));
+    }
+    if (state_->options.devices != nullptr) {
+      state_->devices().trim();
+    }
   }
   // Without waiting, what is still in flight removes its directory when it ends.
   state_->disks.clear();
@@ -240,9 +330,11 @@ std::string TorchBackend::why_unavailable(Location location) const {
   switch (location.kind()) {
     case LocationKind::kPageableHost: return {};
     case LocationKind::kPinnedHost:
-      return "page-locked host memory needs the CUDA layer, which this backend does not have";
     case LocationKind::kCuda:
-      return "device memory needs the CUDA layer, which this backend does not have";
+      return state_->options.devices != nullptr
+                 ? state_->devices().why_unavailable(location)
+                 : "devices and page-locked memory need the CUDA layer, which this backend does "
+                   "not have (TorchBackendOptions::devices)";
     case LocationKind::kDisk:
       return state_->find_disk(location) != nullptr
                  ? std::string()
@@ -253,6 +345,9 @@ std::string TorchBackend::why_unavailable(Location location) const {
 
 Bytes TorchBackend::occupied_bytes(const ValueSpec& spec, Location location) const {
   const TensorLayout* layout = layout_of(spec);
+  if (is_device_tier(location) && layout != nullptr && state_->options.devices != nullptr) {
+    return state_->devices().occupied_bytes(*layout, location);
+  }
   if (const FileTier* disk = location.is_disk() ? state_->find_disk(location) : nullptr;
       disk != nullptr && layout != nullptr) {
     return disk->occupied_bytes(*layout);
@@ -262,11 +357,19 @@ Bytes TorchBackend::occupied_bytes(const ValueSpec& spec, Location location) con
 }
 
 TransferPath TorchBackend::path(Location from, Location to) const {
-  return from.is_disk() || to.is_disk() ? TransferPath::kFile : TransferPath::kDirect;
+  if (from.is_disk() || to.is_disk()) {
+    return TransferPath::kFile;
+  }
+  if (from.is_cuda() && to.is_cuda()) {
+    return TransferPath::kPeer;
+  }
+  // Within host memory one thread copies, and nothing can fail.
+  const bool is_staged = (from.is_cuda() || to.is_cuda()) && !goes_on_stream(from, to);
+  return is_staged ? TransferPath::kStaged : TransferPath::kDirect;
 }
 
-bool TorchBackend::reuses_in_device_order(Location) const {
-  return false;
+bool TorchBackend::reuses_in_device_order(Location location) const {
+  return is_device_tier(location);
 }
 
 bool TorchBackend::is_shared(const Block& block) const {
@@ -290,8 +393,11 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
   CopyResult result;
   result.path = path(request.from, request.to);
 
+  if (goes_on_stream(request.from, request.to) && from_memory != nullptr) {
+    return state_->copy_on_stream(request, *from_memory);
+  }
   FileTier* to_disk = request.to.is_disk() ? state_->find_disk(request.to) : nullptr;
-  if (to_disk == nullptr && from_file == nullptr) {
+  if (request.from == request.to) {
     throw std::logic_error(fmt::format("TorchBackend: a copy from {} to {} cannot be asked for",
                                        to_string(request.from), to_string(request.to)));
   }
@@ -305,60 +411,63 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
     wait_for(request.source_ready);
     from_file->tier()->check(*from_file);
   }
+  const auto& layout =
+      from_memory != nullptr ? from_memory->tensor_layout() : from_file->tensor_layout();
   std::vector<FencePtr> after = request.overwrite_after;
   after.push_back(request.source_ready);
-  const auto wait_first = [after = std::move(after)] {
-    for (const FencePtr& fence : after) {
-      wait_for(fence);
-    }
-  };
 
   if (to_disk != nullptr) {
-    const auto& layout =
-        from_memory != nullptr ? from_memory->tensor_layout() : from_file->tensor_layout();
     const auto file = request.overwrite != nullptr ? as<FileBlock>(request.overwrite)
                                                    : to_disk->make_file(layout);
     if (file == nullptr || *file->tensor_layout() != *layout) {
       throw_foreign_block();
     }
     file->tier()->make_file_again(*file);
-    if (from_memory != nullptr) {
-      result.ready = state_->start(
-          [from_memory, file, wait_first](FileIo& io, const std::atomic<bool>& abandon) {
-            wait_first();
-            file->tier()->write(*file, from_memory->storages(), abandon, io);
-          });
-    } else {
-      result.ready = state_->start(
-          [from_file, file, wait_first](FileIo& io, const std::atomic<bool>& abandon) {
-            wait_first();
+    result.ready = state_->start(
+        TransferWorker::Kind::kDisk,
+        [from_memory, from_file, file, after = std::move(after), stream = request.stream,
+         devices = state_->options.devices](FileIo& io, const std::atomic<bool>& abandon) {
+          wait_for_all(after);
+          if (from_file != nullptr) {
             file->tier()->copy(*from_file, *file, abandon, io);
-          });
-    }
+          } else if (from_memory->location().is_cuda()) {
+            const auto on_host = TensorBlock::allocate(from_memory->tensor_layout());
+            devices->copy_staged(*from_memory, *on_host, stream, abandon);
+            file->tier()->write(*file, on_host->storages(), abandon, io);
+          } else {
+            file->tier()->write(*file, from_memory->storages(), abandon, io);
+          }
+        });
     result.block = file;
     return result;
   }
 
-  std::shared_ptr<TensorBlock> memory;
-  if (request.overwrite != nullptr) {
-    memory = as<TensorBlock>(request.overwrite);
-    if (memory == nullptr || *memory->tensor_layout() != *from_file->tensor_layout()) {
-      throw_foreign_block();
-    }
-    memory->check_intact();
-  } else {
-    memory = TensorBlock::allocate(from_file->tensor_layout());
-  }
-  result.ready =
-      state_->start([from_file, memory, wait_first](FileIo& io, const std::atomic<bool>& abandon) {
-        wait_first();
-        from_file->tier()->read(*from_file, memory->storages(), abandon, io);
+  DeviceLayer::Room room = state_->room_for(request, layout);
+  after.insert(after.end(), room.after.begin(), room.after.end());
+  result.ready = state_->start(
+      from_file != nullptr ? TransferWorker::Kind::kDisk : TransferWorker::Kind::kStaging,
+      [from_memory, from_file, target = room.block, after = std::move(after),
+       stream = request.stream,
+       devices = state_->options.devices](FileIo& io, const std::atomic<bool>& abandon) {
+        wait_for_all(after);
+        const bool to_device = target->location().is_cuda();
+        if (from_file != nullptr && to_device) {
+          const auto on_host = TensorBlock::allocate(target->tensor_layout());
+          from_file->tier()->read(*from_file, on_host->storages(), abandon, io);
+          devices->copy_staged(*on_host, *target, stream, abandon);
+        } else if (from_file != nullptr) {
+          from_file->tier()->read(*from_file, target->storages(), abandon, io);
+        } else if (to_device || from_memory->location().is_cuda()) {
+          devices->copy_staged(*from_memory, *target, stream, abandon);
+        } else {
+          copy_on_host(*from_memory, *target);
+        }
       });
   if (request.overwrite != nullptr) {
     // Autograd must not take the new bytes for those that it saved.
-    memory->count_overwrite();
+    room.block->count_overwrite();
   }
-  result.block = memory;
+  result.block = std::move(room.block);
   return result;
 }
 
@@ -384,13 +493,23 @@ BlockPtr TorchBackend::reconstruct(Source& source, const ValueSpec& spec, Locati
         "{}: the value was registered without a layout of tensors, so nothing says what it must be",
         source.describe()));
   }
+  if (at.is_cuda()) {
+    wait_for(record_use(current_stream(at)));  // on which the source made it
+  }
   // Memory that the source keeps a reference on would change under the manager's hands.
-  return block->is_shared() || !block->owns_memory() ? block->clone() : block;
+  const bool is_ours = !block->is_shared() && block->owns_memory();
+  return is_ours ? block : state_->clone(*block);
 }
 
 void TorchBackend::release(BlockPtr block, std::vector<FencePtr> after) noexcept {
   try {
     state_->retirement->free_completed();
+    if (const auto* tensors = as<TensorBlock>(block.get());
+        tensors != nullptr && state_->owned_by_devices(*tensors)) {
+      state_->devices().end_use(
+          *tensors, {.last_uses = std::move(after), .used_by_others = tensors->is_shared()});
+      return;
+    }
     if (std::any_of(after.begin(), after.end(), is_pending)) {
       state_->retirement->add({std::move(block), std::move(after)});
       // The last fence may have completed between the two, with nobody left to look.
@@ -414,20 +533,27 @@ FencePtr TorchBackend::watch_escape(const Block& block) {
 void TorchBackend::begin_access(Block& block, Access access, const std::optional<Stream>& stream,
                                 const FencePtr& ready, bool checksum) {
   TensorBlock& tensors = accessible(block);
-  if (stream.has_value()) {
+  const bool on_device = tensors.location().is_cuda();
+  if (stream.has_value() && !on_device) {
     throw std::invalid_argument("host memory is not accessed on a stream");
   }
-  wait_for(ready);
+  if (on_device) {
+    state_->devices().wait(stream.has_value() ? *stream : current_stream(tensors.location()),
+                           ready);
+  } else {
+    wait_for(ready);
+  }
   tensors.check_intact();
   if (access == Access::kWrite && !tensors.tensor_layout()->detects_writes()) {
     throw MaterializationError(
         "the value has inference tensors, whose writes nobody could see; it cannot be written");
   }
-  tensors.begin_access(checksum);
+  tensors.begin_access(checksum && !on_device);  // a comparison would wait for the device
 }
 
 std::optional<std::string> TorchBackend::end_access(Block& block, Access access, bool checksum) {
   TensorBlock& tensors = accessible(block);
+  checksum = checksum && !tensors.location().is_cuda();
   if (access == Access::kWrite) {
     tensors.accept_contents(checksum);
     return std::nullopt;
@@ -438,6 +564,20 @@ std::optional<std::string> TorchBackend::end_access(Block& block, Access access,
 std::unique_ptr<View> TorchBackend::open_view(Block& block) {
   return accessible(block).open_view();
 }
+
+Stream TorchBackend::current_stream(Location location) {
+  return location.is_cuda() && state_->options.devices != nullptr
+             ? state_->devices().current_stream(location)
+             : Backend::current_stream(location);
+}
+
+FencePtr TorchBackend::record_use(const Stream& stream) {
+  return stream.device.is_cuda() && state_->options.devices != nullptr
+             ? state_->devices().record_use(stream)
+             : Backend::record_use(stream);
+}
+
+DeviceLayer::~DeviceLayer() = default;
 
 bool io_uring_is_usable() noexcept {
   return ring_is_usable();

@@ -1,5 +1,6 @@
-#include "csrc/aten/disk_worker.h"
+#include "csrc/aten/transfer_worker.h"
 
+#include <array>
 #include <deque>
 #include <new>
 #include <thread>
@@ -31,15 +32,15 @@ void TransferGroup::wait_until_idle() {
 
 // Owned by the worker and by its thread, so that a thread that was let go never looks at anything
 // that is gone.
-struct DiskWorker::State {
+struct TransferWorker::State {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<Work> queue;
   bool stopping = false;
   std::thread thread;
 
-  void run() {
-    pthread_setname_np(pthread_self(), "residency-disk");
+  void run(Kind kind) {
+    pthread_setname_np(pthread_self(), kind == Kind::kDisk ? "residency-disk" : "residency-stage");
     FileIo io;
     for (;;) {
       Work work;
@@ -61,7 +62,7 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::weak_ptr<DiskWorker> worker;
+  std::array<std::weak_ptr<TransferWorker>, TransferWorker::kNumKinds> workers;
   std::uint64_t generation = 0;
 };
 
@@ -79,21 +80,26 @@ Registry& registry() {
 
 }  // namespace
 
-std::shared_ptr<DiskWorker> DiskWorker::shared() {
+std::shared_ptr<TransferWorker> TransferWorker::shared(Kind kind) {
   Registry& shared = registry();
   const std::lock_guard lock(shared.mutex);
-  auto worker = shared.worker.lock();
-  if (worker == nullptr || shared.generation != fork_generation()) {
-    worker = std::make_shared<DiskWorker>();
-    shared.worker = worker;
+  if (shared.generation != fork_generation()) {
+    shared.workers = {};
     shared.generation = fork_generation();
+  }
+  std::weak_ptr<TransferWorker>& known = shared.workers[static_cast<std::size_t>(kind)];
+  auto worker = known.lock();
+  if (worker == nullptr) {
+    worker = std::make_shared<TransferWorker>(kind);
+    known = worker;
   }
   return worker;
 }
 
-DiskWorker::DiskWorker() : state_(std::make_shared<State>()), generation_(fork_generation()) {}
+TransferWorker::TransferWorker(Kind kind)
+    : kind_(kind), state_(std::make_shared<State>()), generation_(fork_generation()) {}
 
-DiskWorker::~DiskWorker() {
+TransferWorker::~TransferWorker() {
   if (generation_ != fork_generation()) {
     // The thread and whoever held the mutex stayed in the parent; the state is left as it is.
     new std::shared_ptr<State>(std::move(state_));
@@ -111,12 +117,12 @@ DiskWorker::~DiskWorker() {
   }
 }
 
-void DiskWorker::submit(Work work) {
+void TransferWorker::submit(Work work) {
   const std::lock_guard lock(state_->mutex);
   state_->queue.push_back(std::move(work));
   if (!state_->thread.joinable()) {
     try {
-      state_->thread = std::thread([state = state_] { state->run(); });
+      state_->thread = std::thread([state = state_, kind = kind_] { state->run(kind); });
     } catch (...) {
       state_->queue.pop_back();
       throw;
@@ -125,7 +131,7 @@ void DiskWorker::submit(Work work) {
   state_->changed.notify_one();
 }
 
-void DiskWorker::release_and_join(std::shared_ptr<DiskWorker> worker) noexcept {
+void TransferWorker::release_and_join(std::shared_ptr<TransferWorker> worker) noexcept {
   if (worker == nullptr || worker->generation_ != fork_generation()) {
     return;
   }
@@ -142,7 +148,7 @@ void DiskWorker::release_and_join(std::shared_ptr<DiskWorker> worker) noexcept {
     const std::lock_guard state_lock(state->mutex);
     state->stopping = true;
     thread = std::move(state->thread);
-    shared.worker.reset();
+    shared.workers[static_cast<std::size_t>(worker->kind_)].reset();
   }
   state->changed.notify_all();
   if (thread.joinable()) {
@@ -150,23 +156,23 @@ void DiskWorker::release_and_join(std::shared_ptr<DiskWorker> worker) noexcept {
   }
 }
 
-DiskFence::DiskFence() : generation_(fork_generation()) {}
+WorkerFence::WorkerFence() : generation_(fork_generation()) {}
 
-bool DiskFence::is_orphan() const noexcept {
+bool WorkerFence::is_orphan() const noexcept {
   return generation_ != fork_generation() && Fence::poll() == FenceStatus::kPending;
 }
 
-FenceStatus DiskFence::poll() const noexcept {
+FenceStatus WorkerFence::poll() const noexcept {
   return is_orphan() ? FenceStatus::kFailed : Fence::poll();
 }
 
-void DiskFence::wait() {
+void WorkerFence::wait() {
   if (!is_orphan()) {
     Fence::wait();
   }
 }
 
-std::exception_ptr DiskFence::error() const {
+std::exception_ptr WorkerFence::error() const {
   return is_orphan() ? std::make_exception_ptr(ForkError(
                            "this process was forked while the transfer was in flight; the thread "
                            "that carries it out exists only in the parent"))

@@ -29,37 +29,40 @@ class TransferGroup {
   std::atomic<bool> abandoned_{false};
 };
 
-/// The process's one disk thread: it carries out work in the order in which it was submitted,
-/// whoever submitted it. Started by the first `submit` while somebody holds it; the thread ends
-/// with the last holder. Thread-safe.
-class DiskWorker {
+/// A thread of the process: one for files, one for copies staged through page-locked memory. It
+/// carries out work in the order in which it was submitted, whoever submitted it. Started by the
+/// first `submit` while somebody holds it; the thread ends with the last holder. Thread-safe.
+class TransferWorker {
  public:
   using Work = std::function<void(FileIo&)>;
 
-  [[nodiscard]] static std::shared_ptr<DiskWorker> shared();
+  enum class Kind : std::uint8_t { kDisk, kStaging };
+  static constexpr std::size_t kNumKinds = 2;
+  [[nodiscard]] static std::shared_ptr<TransferWorker> shared(Kind kind);
 
-  DiskWorker();
-  DiskWorker(const DiskWorker&) = delete;
-  DiskWorker& operator=(const DiskWorker&) = delete;
+  explicit TransferWorker(Kind kind);
+  TransferWorker(const TransferWorker&) = delete;
+  TransferWorker& operator=(const TransferWorker&) = delete;
   /// Lets go of the thread, which ends after the work it has.
-  ~DiskWorker();
+  ~TransferWorker();
 
   /// `work` must not throw.
   void submit(Work work);
   /// Gives up a reference; when it was the last, waits until the thread has ended.
-  static void release_and_join(std::shared_ptr<DiskWorker> worker) noexcept;
+  static void release_and_join(std::shared_ptr<TransferWorker> worker) noexcept;
 
  private:
   struct State;
+  const Kind kind_;
   std::shared_ptr<State> state_;
   std::uint64_t generation_;
 };
 
-/// The completion of a transfer by the disk thread. In a forked child, where that thread does not
+/// The completion of a transfer by such a thread. In a forked child, where that thread does not
 /// exist, one that was pending has failed with `ForkError`, and nothing waits for it.
-class DiskFence final : public Fence {
+class WorkerFence final : public Fence {
  public:
-  DiskFence();
+  WorkerFence();
   [[nodiscard]] FenceStatus poll() const noexcept override;
   void wait() override;
   [[nodiscard]] std::exception_ptr error() const override;

@@ -49,8 +49,8 @@ Handle Manager::register_source(std::shared_ptr<Source> source, const ValueSpec&
                                 ValueType type) {
   return state_->register_source(std::move(source), spec, at, type);
 }
-Handle Manager::adopt(BlockPtr block, const ValueSpec& spec, ValueType type) {
-  return state_->adopt(std::move(block), spec, type);
+Handle Manager::adopt(BlockPtr block, const ValueSpec& spec, ValueType type, FencePtr ready) {
+  return state_->adopt(std::move(block), spec, type, std::move(ready));
 }
 BlockPtr Manager::take(const Handle& handle, std::optional<Location> at) {
   return state_->take(handle, at);

@@ -107,7 +107,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   // Values (values.cpp)
   [[nodiscard]] Handle register_source(std::shared_ptr<Source> source, const ValueSpec& spec,
                                        Location at, ValueType type);
-  [[nodiscard]] Handle adopt(BlockPtr block, const ValueSpec& spec, ValueType type);
+  [[nodiscard]] Handle adopt(BlockPtr block, const ValueSpec& spec, ValueType type, FencePtr ready);
   [[nodiscard]] BlockPtr take(const Handle& handle, std::optional<Location> at);
   std::size_t forget_discarded();
   [[nodiscard]] ValueSpec spec(const Handle& handle);

@@ -44,7 +44,7 @@ void ManagerState::check_not_managed(const std::vector<AddressRange>& ranges) co
   }
 }
 
-Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type) {
+Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type, FencePtr ready) {
   check_not_loading();
   if (!block) {
     throw std::invalid_argument("adopt: the block is null");
@@ -52,6 +52,7 @@ Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type
   const Location at = block->location();
   MaterializationPtr materialization(new Materialization);
   materialization->location = at;
+  materialization->set_ready(std::move(ready));
   const std::vector<AddressRange> ranges = block->address_ranges();
   if (!ranges.empty()) {
     materialization->ranges = std::make_unique<const std::vector<AddressRange>>(ranges);

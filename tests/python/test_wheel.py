@@ -80,7 +80,7 @@ def test_an_isolated_build_stops_with_the_remedy(tmp_path):
     assert "install torch there and build with --no-build-isolation." in build.stdout + build.stderr
 
 
-@pytest.mark.parametrize("component", ["core", "aten"])
+@pytest.mark.parametrize("component", ["core", "aten", "cuda"])
 def test_another_project_builds_against_the_installed_package(
     run_python, site_packages, tmp_path, component
 ):

@@ -24,15 +24,20 @@ struct AdoptOptions {
   ReplicaMode mode = ReplicaMode::kExclusive;
   Mutability mutability = Mutability::kImmutable;
   ValueType type = {};
+  /// For tensors on a device, the stream behind whose work so far they are complete. Default: the
+  /// calling thread's current one there.
+  std::optional<Stream> stream = std::nullopt;
 };
 
 /// Gives tensors to a manager. Their bytes are not copied; the value is must-preserve. Keeping
 /// other references on the tensors or their storages is allowed, but their memory then lives on
 /// when the value leaves (`escaped` in the snapshot); moving the last reference in avoids that.
+/// Does not wait for a device.
 ///
 /// Throws `MaterializationError` when they are not at `at`, are inference tensors and mutable, do
 /// not own their memory, or changed into something that TensorResident refuses; `OwnershipError`
-/// when they overlap memory that is already managed; `BudgetError`. Nothing has changed then.
+/// when they overlap memory that is already managed; `BudgetError`; `std::invalid_argument` for a
+/// stream that is not one of the tensors' device. Nothing has changed then.
 [[nodiscard]] RESIDENCY_API Handle adopt(Manager& manager, TensorResident value,
                                          const AdoptOptions& options = {});
 

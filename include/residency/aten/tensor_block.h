@@ -64,6 +64,8 @@ class RESIDENCY_API TensorBlock final : public Block,
   [[nodiscard]] void* storage_data(std::uint32_t storage) const {
     return storages_.at(storage).data;
   }
+  /// Where the pack begins; null when it has no bytes, and for adopted tensors.
+  [[nodiscard]] void* pack_data() const noexcept;
   /// Whether the storages free their memory when they die. Tensors over memory of somebody else
   /// (`from_blob` without a deleter) do not.
   [[nodiscard]] bool owns_memory() const noexcept;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "residency/aten/device_layer.h"
 #include "residency/aten/system_calls.h"
 #include "residency/core/backend.h"
 #include "residency/core/export.h"
@@ -23,15 +24,18 @@ struct TorchBackendOptions {
   FileEngine file_engine = FileEngine::kAutomatic;
   /// Null: the operating system's.
   std::shared_ptr<SystemCalls> system_calls = nullptr;
+  /// Devices and page-locked memory, from `make_cuda_layer()`. Null: there are none.
+  std::shared_ptr<DeviceLayer> devices = nullptr;
 };
 
-/// Tensors in pageable host memory and in files.
+/// Tensors in pageable and page-locked host memory, on devices and in files.
 ///
-/// Thread-safe as `Backend` asks. Copies to and from files are carried out by one disk thread per
-/// process in the order of the calls; everything that can be known to fail beforehand (no space, no
-/// such file, a file that is truncated or foreign) fails in `copy`, the rest through the fence. A
-/// value on disk cannot be leased: `begin_access` is an `UnavailableError`. In a forked child files
-/// are a `ForkError` and host memory works as before.
+/// Thread-safe as `Backend` asks. Copies between devices, and between a device and page-locked
+/// memory, are enqueued on streams. All others are carried out by one thread per process for files
+/// and one for the rest, in the order of the calls; everything that can be known to fail beforehand
+/// (no space, no such file, a file that is truncated or foreign) fails in `copy`, the rest through
+/// the fence. A value on disk cannot be leased: `begin_access` is an `UnavailableError`. In a
+/// forked child files and devices are a `ForkError` and host memory works as before.
 ///
 /// One backend serves one manager.
 class RESIDENCY_API TorchBackend final : public Backend {
@@ -58,6 +62,8 @@ class RESIDENCY_API TorchBackend final : public Backend {
   [[nodiscard]] std::optional<std::string> end_access(Block& block, Access access,
                                                       bool checksum) override;
   [[nodiscard]] std::unique_ptr<View> open_view(Block& block) override;
+  [[nodiscard]] Stream current_stream(Location location) override;
+  [[nodiscard]] FencePtr record_use(const Stream& stream) override;
 
  private:
   struct State;

@@ -66,8 +66,10 @@ class RESIDENCY_API Manager {
   /// Takes ownership of a block that lies at its own location. The value is must-preserve. Throws
   /// `OwnershipError` when it overlaps memory already managed here, by any byte, and
   /// `BudgetError`. Memory that escaped from here and comes back as a whole is charged once; a part
-  /// of it is charged beside the escaped bytes, until those go.
-  [[nodiscard]] Handle adopt(BlockPtr block, const ValueSpec& spec, ValueType type = {});
+  /// of it is charged beside the escaped bytes, until those go. `ready` is done when the bytes are
+  /// complete; null: they are.
+  [[nodiscard]] Handle adopt(BlockPtr block, const ValueSpec& spec, ValueType type = {},
+                             FencePtr ready = nullptr);
   /// Ends management of an unprotected value and gives its block at `at` (default: the only one in
   /// memory, or the cheapest by the link order), complete. A value that is only on disk is brought
   /// to pageable host memory first, as one step with the rest. Other materializations are released.

@@ -1,0 +1,293 @@
+#include "residency/cuda/cuda_layer.h"
+
+#include <array>
+#include <cstddef>
+#include <mutex>
+#include <utility>
+
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include "csrc/cuda/device_segments.h"
+#include "csrc/cuda/event_fence.h"
+#include "csrc/cuda/page_locked_segments.h"
+#include "csrc/cuda/range_memory.h"
+#include "csrc/cuda/runtime.h"
+#include "csrc/cuda/staging.h"
+#include "csrc/cuda/streams.h"
+#include "residency/core/errors.h"
+
+namespace residency {
+namespace {
+
+c10::DeviceIndex index_of(Location device) {
+  return static_cast<c10::DeviceIndex>(device.cuda_index());
+}
+
+cudaStream_t handle_of(const Stream& stream) {
+  return c10::cuda::CUDAStream::unpack3(stream.id, index_of(stream.device), c10::DeviceType::CUDA)
+      .stream();
+}
+
+bool is_capturing(cudaStream_t stream, Location device) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+  // The legacy stream answers so while another stream captures in global mode: it does not itself.
+  if (error == cudaErrorStreamCaptureImplicit) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  check_cuda(error, device, "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+void refuse_while_capturing(cudaStream_t stream, Location device, std::string_view what) {
+  if (is_capturing(stream, device)) {
+    throw CaptureError(
+        fmt::format("{}: a stream of {} is being captured into a graph", what, to_string(device)));
+  }
+}
+
+Bytes range_bytes(Bytes nbytes, Location at) {
+  return at.is_cuda() ? nbytes.rounded_up(DeviceSegments::kAlignment.count())
+                      : PageLockedSegments::range_bytes(nbytes);
+}
+
+std::vector<Piece> pieces_of(const TensorBlock& source, const TensorBlock& target) {
+  std::vector<Piece> pieces;
+  const TensorLayout& layout = *source.tensor_layout();
+  if (source.is_packed() && target.is_packed()) {
+    if (layout.packed_bytes() != Bytes()) {
+      pieces.push_back({static_cast<std::byte*>(target.pack_data()),
+                        static_cast<const std::byte*>(source.pack_data()),
+                        static_cast<std::size_t>(layout.packed_bytes().count())});
+    }
+    return pieces;
+  }
+  for (const std::uint32_t i : layout.order()) {
+    if (const auto nbytes = static_cast<std::size_t>(layout.storages()[i].count()); nbytes != 0) {
+      pieces.push_back({static_cast<std::byte*>(target.storage_data(i)),
+                        static_cast<const std::byte*>(source.storage_data(i)), nbytes});
+    }
+  }
+  return pieces;
+}
+
+class CudaLayer final : public DeviceLayer {
+ public:
+  [[nodiscard]] std::string why_unavailable(Location at) const override;
+  [[nodiscard]] Bytes occupied_bytes(const TensorLayout& layout, Location at) const override;
+  [[nodiscard]] Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) override;
+  [[nodiscard]] bool owns(const TensorBlock& block) const noexcept override;
+  void end_use(const TensorBlock& block, LastUses uses) override;
+  [[nodiscard]] CopyResult copy(const CopyRequest& request, const TensorBlock& source,
+                                std::shared_ptr<TensorBlock> target,
+                                const std::vector<FencePtr>& after) override;
+  void copy_staged(const TensorBlock& source, const TensorBlock& target,
+                   const std::optional<Stream>& stream, const std::atomic<bool>& abandon) override;
+  [[nodiscard]] Stream current_stream(Location device) const override;
+  [[nodiscard]] FencePtr record_use(const Stream& stream) override;
+  void wait(const Stream& stream, const FencePtr& fence) override;
+  [[nodiscard]] Usage usage(Location at) const override;
+  void trim() noexcept override;
+
+ private:
+  [[nodiscard]] std::shared_ptr<RangeMemory> memory_at(Location at);
+  [[nodiscard]] std::shared_ptr<RangeMemory> find_memory(Location at) const;
+  static std::size_t slot_of(Location at) {
+    return at.is_cuda() ? 1 + static_cast<std::size_t>(at.cuda_index()) : 0;
+  }
+
+  Staging staging_;
+  mutable std::mutex mutex_;
+  std::array<std::shared_ptr<RangeMemory>, 129> memories_;  // page-locked, then by device
+};
+
+std::string CudaLayer::why_unavailable(Location at) const {
+  const int num_devices = c10::cuda::device_count();
+  if (at.is_cuda() && at.cuda_index() >= num_devices) {
+    return fmt::format("{} device(s) are visible", num_devices);
+  }
+  if (num_devices == 0) {
+    return "page-locked memory is for copies to a device, and none is visible";
+  }
+  return {};
+}
+
+Bytes CudaLayer::occupied_bytes(const TensorLayout& layout, Location at) const {
+  return range_bytes(layout.packed_bytes(), at);
+}
+
+std::shared_ptr<RangeMemory> CudaLayer::find_memory(Location at) const {
+  const std::lock_guard lock(mutex_);
+  return memories_[slot_of(at)];
+}
+
+std::shared_ptr<RangeMemory> CudaLayer::memory_at(Location at) {
+  const std::lock_guard lock(mutex_);
+  std::shared_ptr<RangeMemory>& memory = memories_[slot_of(at)];
+  if (memory == nullptr) {
+    memory = at.is_cuda() ? std::make_shared<RangeMemory>(std::make_unique<DeviceSegments>(at),
+                                                          DeviceSegments::kAlignment)
+                          : std::make_shared<RangeMemory>(std::make_unique<PageLockedSegments>(),
+                                                          PageLockedSegments::kAlignment);
+  }
+  return memory;
+}
+
+DeviceLayer::Room CudaLayer::allocate(std::shared_ptr<const TensorLayout> layout, Location at) {
+  const Location device = at.is_cuda() ? at : Location::cuda(c10::cuda::current_device());
+  const cudaStream_t current = c10::cuda::getCurrentCUDAStream(index_of(device)).stream();
+  refuse_while_capturing(current, device, "no memory is taken");
+  const c10::Device torch_device =
+      at.is_cuda() ? c10::Device(c10::kCUDA, index_of(at)) : c10::Device(c10::kCPU);
+  const Bytes nbytes = layout->packed_bytes();
+  if (nbytes == Bytes()) {
+    return {TensorBlock::pack(std::move(layout), at, at::DataPtr(nullptr, torch_device)), {}};
+  }
+  RangeMemory::Allocation allocation = memory_at(at)->allocate(range_bytes(nbytes, at));
+  return {TensorBlock::pack(std::move(layout), at, std::move(allocation.memory)),
+          std::move(allocation.after)};
+}
+
+bool CudaLayer::owns(const TensorBlock& block) const noexcept {
+  if (!block.is_packed()) {
+    return false;
+  }
+  try {
+    const std::shared_ptr<RangeMemory> memory = find_memory(block.location());
+    return memory != nullptr && (block.pack_data() == nullptr || memory->has(block.pack_data()));
+  } catch (...) {
+    return false;
+  }
+}
+
+void CudaLayer::end_use(const TensorBlock& block, LastUses uses) {
+  if (const auto memory = find_memory(block.location()); memory != nullptr) {
+    memory->end_use(block.pack_data(), std::move(uses));
+  }
+}
+
+CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source,
+                           std::shared_ptr<TensorBlock> target,
+                           const std::vector<FencePtr>& after) {
+  const bool to_device = request.to.is_cuda();
+  const Location device = to_device ? request.to : request.from;
+  const c10::cuda::CUDAGuard guard(index_of(device));
+  const DeviceStreams& streams = streams_of(device);
+  const cudaStream_t stream = request.stream.has_value() ? handle_of(*request.stream)
+                              : to_device                ? streams.in
+                                                         : streams.out;
+  refuse_while_capturing(stream, device, "nothing is moved");
+  const RelaxedCapture relaxed;
+  CopyResult result;
+  result.path = to_device && request.from.is_cuda() && request.from != request.to
+                    ? TransferPath::kPeer
+                    : TransferPath::kDirect;
+  const std::vector<Piece> pieces = pieces_of(source, *target);
+  result.blocked = wait_on_stream(stream, request.source_ready, device);
+  for (const auto* fences : {&request.overwrite_after, &after}) {
+    for (const FencePtr& fence : *fences) {
+      result.blocked |= wait_on_stream(stream, fence, device);
+    }
+  }
+  const cudaEvent_t begin = streams.events->take();
+  bool enqueued = false;
+  try {
+    check_cuda(cudaEventRecord(begin, stream), device, "cudaEventRecord");
+    for (const Piece& piece : pieces) {
+      const cudaError_t error =
+          result.path == TransferPath::kPeer
+              ? cudaMemcpyPeerAsync(piece.to, request.to.cuda_index(), piece.from,
+                                    request.from.cuda_index(), piece.nbytes, stream)
+              : cudaMemcpyAsync(piece.to, piece.from, piece.nbytes, cudaMemcpyDefault, stream);
+      check_cuda(error, device, "cudaMemcpyAsync");
+      enqueued = true;
+    }
+  } catch (...) {
+    streams.events->give_back(begin);
+    if (enqueued) {
+      (void)cudaStreamSynchronize(stream);  // nothing of it may be in flight when this is told
+      (void)cudaGetLastError();
+    }
+    throw;
+  }
+  try {
+    result.ready = EventFence::record(streams.events, stream, begin);
+  } catch (...) {
+    (void)cudaStreamSynchronize(stream);
+    (void)cudaGetLastError();
+    throw;
+  }
+  result.block = std::move(target);
+  return result;
+}
+
+void CudaLayer::copy_staged(const TensorBlock& source, const TensorBlock& target,
+                            const std::optional<Stream>& stream, const std::atomic<bool>& abandon) {
+  const bool to_device = target.location().is_cuda();
+  const TensorBlock& on_device = to_device ? target : source;
+  const Location device = on_device.location();
+  const c10::cuda::CUDAGuard guard(index_of(device));
+  const DeviceStreams& streams = streams_of(device);
+  Staging::Direction direction;
+  direction.device = device;
+  direction.to_device = to_device;
+  direction.stream = stream.has_value() ? handle_of(*stream) : to_device ? streams.in : streams.out;
+  direction.events = streams.events.get();
+  direction.may_fill_gaps = on_device.is_packed();
+  staging_.copy(pieces_of(source, target), direction, abandon);
+}
+
+Stream CudaLayer::current_stream(Location device) const {
+  return {device, c10::cuda::getCurrentCUDAStream(index_of(device)).id()};
+}
+
+FencePtr CudaLayer::record_use(const Stream& stream) {
+  const cudaStream_t handle = handle_of(stream);
+  const c10::cuda::CUDAGuard guard(index_of(stream.device));
+  refuse_while_capturing(handle, stream.device, "no use is recorded");
+  const RelaxedCapture relaxed;
+  return EventFence::record(streams_of(stream.device).events, handle);
+}
+
+void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {
+  if (!is_pending(fence)) {
+    return;
+  }
+  const cudaStream_t handle = handle_of(stream);
+  const c10::cuda::CUDAGuard guard(index_of(stream.device));
+  refuse_while_capturing(handle, stream.device, "what is not ready cannot be waited for");
+  const RelaxedCapture relaxed;
+  (void)wait_on_stream(handle, fence, stream.device);
+}
+
+DeviceLayer::Usage CudaLayer::usage(Location at) const {
+  const auto memory = find_memory(at);
+  return memory != nullptr ? Usage{memory->live_bytes(), memory->segment_bytes()} : Usage{};
+}
+
+void CudaLayer::trim() noexcept {
+  for (std::size_t i = 0; i < memories_.size(); ++i) {
+    std::shared_ptr<RangeMemory> memory;
+    {
+      const std::lock_guard lock(mutex_);
+      memory = memories_[i];
+    }
+    if (memory != nullptr) {
+      memory->trim();
+    }
+  }
+  staging_.trim();
+}
+
+}  // namespace
+
+std::shared_ptr<DeviceLayer> make_cuda_layer() {
+  return std::make_shared<CudaLayer>();
+}
+
+}  // namespace residency

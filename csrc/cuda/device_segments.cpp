@@ -1,0 +1,82 @@
+#include "csrc/cuda/device_segments.h"
+
+#include <algorithm>
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "csrc/cuda/event_fence.h"
+#include "csrc/cuda/runtime.h"
+#include "csrc/cuda/streams.h"
+
+namespace residency {
+namespace {
+
+constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+// c10/cuda/CUDACachingAllocator.cpp: kMinLargeAlloc and kRoundLarge. From the first on a request is
+// a segment of its own, rounded to the second.
+constexpr Bytes kSmallestSegment = Bytes(10 * kMiB);
+constexpr std::int64_t kSegmentRounding = 2 * kMiB;
+
+c10::DeviceIndex index_of(Location device) {
+  return static_cast<c10::DeviceIndex>(device.cuda_index());
+}
+
+}  // namespace
+
+Bytes DeviceSegments::segment_bytes(Bytes request, Bytes) const {
+  return std::max(request, kSmallestSegment).rounded_up(kSegmentRounding);
+}
+
+c10::Device DeviceSegments::device() const {
+  return {c10::kCUDA, index_of(location_)};
+}
+
+SegmentSource::Segment DeviceSegments::make(Bytes nbytes) {
+  const DeviceStreams& streams = streams_of(location_);
+  const c10::cuda::CUDAGuard guard(index_of(location_));
+  void* data = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(
+      static_cast<std::size_t>(nbytes.count()), streams.arena);
+  try {
+    // The block may be one that was given back, behind what the arena's stream was made to wait
+    // for.
+    return {data, EventFence::record(streams.events, streams.arena)};
+  } catch (...) {
+    c10::cuda::CUDACachingAllocator::raw_delete(data);
+    throw;
+  }
+}
+
+void DeviceSegments::give_back(void* data, Bytes, const std::vector<FencePtr>& after) noexcept {
+  try {
+    const DeviceStreams& streams = streams_of(location_);
+    const RelaxedCapture relaxed;
+    const c10::cuda::CUDAGuard guard(index_of(location_));
+    for (const FencePtr& fence : after) {
+      (void)wait_on_stream(streams.arena, fence, location_);
+    }
+  } catch (...) {
+    // A lost device has no order to keep.
+    (void)cudaGetLastError();
+  }
+  try {
+    c10::cuda::CUDACachingAllocator::raw_delete(data);
+  } catch (...) {
+    (void)cudaGetLastError();
+  }
+}
+
+std::vector<FencePtr> DeviceSegments::last_uses_by_others() {
+  const DeviceStreams& streams = streams_of(location_);
+  const c10::cuda::CUDAGuard guard(index_of(location_));
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(index_of(location_)).stream();
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), location_, "cudaStreamIsCapturing");
+  if (status != cudaStreamCaptureStatusNone) {
+    return {};  // recorded there it would become part of the graph
+  }
+  return {EventFence::record(streams.events, stream)};
+}
+
+}  // namespace residency

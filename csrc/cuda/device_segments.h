@@ -1,0 +1,32 @@
+#pragma once
+
+#include <vector>
+
+#include "csrc/cuda/range_memory.h"
+#include "residency/core/location.h"
+
+namespace residency {
+
+/// Segments from PyTorch's caching allocator, on a stream of the arena's own. Each is of a size for
+/// which one block is one segment of the allocator (a multiple of 2 MiB, at least 10 MiB), so that
+/// an empty one goes back whole.
+class DeviceSegments final : public SegmentSource {
+ public:
+  /// What ranges begin at, as the caching allocator's blocks do.
+  static constexpr Bytes kAlignment = Bytes(512);
+
+  explicit DeviceSegments(Location device) : location_(device) {}
+
+  [[nodiscard]] Bytes segment_bytes(Bytes request, Bytes in_segments) const override;
+  /// Throws `c10::OutOfMemoryError`, and what `throw_cuda_error` throws.
+  [[nodiscard]] Segment make(Bytes nbytes) override;
+  void give_back(void* data, Bytes nbytes, const std::vector<FencePtr>& after) noexcept override;
+  [[nodiscard]] c10::Device device() const override;
+  [[nodiscard]] std::vector<FencePtr> last_uses_by_others() override;
+  [[nodiscard]] bool keeps_empty_segments() const override { return false; }
+
+ private:
+  const Location location_;
+};
+
+}  // namespace residency

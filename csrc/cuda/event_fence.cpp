@@ -1,0 +1,172 @@
+#include "csrc/cuda/event_fence.h"
+
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "csrc/core/fork.h"
+#include "csrc/cuda/runtime.h"
+#include "residency/core/errors.h"
+
+namespace residency {
+
+EventPool::EventPool(Location device) : device_(device), generation_(fork_generation()) {}
+
+EventPool::~EventPool() {
+  if (generation_ != fork_generation()) {
+    return;
+  }
+  const RelaxedCapture relaxed;
+  for (const cudaEvent_t event : idle_) {
+    (void)cudaEventDestroy(event);
+  }
+}
+
+cudaEvent_t EventPool::take() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!idle_.empty()) {
+      const cudaEvent_t event = idle_.back();
+      idle_.pop_back();
+      return event;
+    }
+  }
+  cudaEvent_t event = nullptr;
+  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDefault), device_, "cudaEventCreate");
+  return event;
+}
+
+void EventPool::give_back(cudaEvent_t event) noexcept {
+  if (event == nullptr || generation_ != fork_generation()) {
+    return;
+  }
+  try {
+    const std::lock_guard lock(mutex_);
+    idle_.push_back(event);
+  } catch (...) {
+    const RelaxedCapture relaxed;
+    (void)cudaEventDestroy(event);
+  }
+}
+
+EventFence::EventFence(std::shared_ptr<EventPool> pool, cudaStream_t stream, cudaEvent_t begin,
+                       cudaEvent_t end)
+    : pool_(std::move(pool)),
+      stream_(stream),
+      begin_(begin),
+      end_(end),
+      generation_(fork_generation()) {}
+
+std::shared_ptr<EventFence> EventFence::record(std::shared_ptr<EventPool> pool, cudaStream_t stream,
+                                               cudaEvent_t begin) {
+  const cudaEvent_t end = pool->take();
+  const Location device = pool->device();
+  std::shared_ptr<EventFence> fence;
+  try {
+    fence.reset(new EventFence(pool, stream, begin, end));
+  } catch (...) {
+    pool->give_back(end);
+    pool->give_back(begin);
+    throw;
+  }
+  check_cuda(cudaEventRecord(end, stream), device, "cudaEventRecord");
+  return fence;
+}
+
+EventFence::~EventFence() {
+  // An event that is recorded again counts from then on for whoever has yet to wait for it, and for
+  // nobody who already does.
+  pool_->give_back(begin_);
+  pool_->give_back(end_);
+}
+
+bool EventFence::is_orphan() const noexcept {
+  return generation_ != fork_generation() &&
+         status_.load(std::memory_order_relaxed) == FenceStatus::kPending;
+}
+
+FenceStatus EventFence::settle(cudaError_t answer) const noexcept {
+  if (answer == cudaErrorNotReady) {
+    return FenceStatus::kPending;
+  }
+  if (answer != cudaSuccess) {
+    error_.store(answer, std::memory_order_relaxed);
+  }
+  const FenceStatus status = answer == cudaSuccess ? FenceStatus::kDone : FenceStatus::kFailed;
+  status_.store(status, std::memory_order_release);
+  return status;
+}
+
+FenceStatus EventFence::poll() const noexcept {
+  const FenceStatus known = status_.load(std::memory_order_acquire);
+  if (known != FenceStatus::kPending) {
+    return known;
+  }
+  if (is_orphan()) {
+    return FenceStatus::kFailed;
+  }
+  const RelaxedCapture relaxed;
+  const cudaError_t answer = cudaEventQuery(end_);
+  if (answer != cudaSuccess) {
+    (void)cudaGetLastError();  // "not ready" too would be found by whoever asks next
+  }
+  return settle(answer);
+}
+
+void EventFence::wait() {
+  if (is_orphan() || status_.load(std::memory_order_acquire) != FenceStatus::kPending) {
+    return;
+  }
+  const RelaxedCapture relaxed;
+  const cudaError_t answer = cudaEventSynchronize(end_);
+  if (answer != cudaSuccess) {
+    (void)cudaGetLastError();
+  }
+  settle(answer);
+}
+
+std::optional<std::int64_t> EventFence::elapsed_ns() const {
+  if (begin_ == nullptr || poll() != FenceStatus::kDone) {
+    return std::nullopt;
+  }
+  float milliseconds = 0;
+  const RelaxedCapture relaxed;
+  if (cudaEventElapsedTime(&milliseconds, begin_, end_) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return std::nullopt;
+  }
+  return static_cast<std::int64_t>(static_cast<double>(milliseconds) * 1e6);
+}
+
+std::exception_ptr EventFence::error() const {
+  if (is_orphan()) {
+    return std::make_exception_ptr(
+        ForkError("this process was forked while the device was at work; devices exist only in the "
+                  "parent"));
+  }
+  if (poll() != FenceStatus::kFailed) {
+    return nullptr;
+  }
+  const cudaError_t error = error_.load(std::memory_order_relaxed);
+  return std::make_exception_ptr(DeviceLostError(
+      pool_->device(),
+      fmt::format("{} was lost with work in flight: {} ({})", to_string(pool_->device()),
+                  cudaGetErrorString(error), cudaGetErrorName(error))));
+}
+
+bool wait_on_stream(cudaStream_t stream, const FencePtr& fence, Location device) {
+  if (!is_pending(fence)) {
+    return false;
+  }
+  const auto* event = dynamic_cast<const EventFence*>(fence.get());
+  if (event == nullptr) {
+    fence->wait();
+    return true;
+  }
+  if (event->stream() != stream) {
+    check_cuda(cudaStreamWaitEvent(stream, event->event(), 0), device, "cudaStreamWaitEvent");
+  }
+  return false;
+}
+
+}  // namespace residency

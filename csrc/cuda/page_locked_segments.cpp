@@ -1,0 +1,202 @@
+#include "csrc/cuda/page_locked_segments.h"
+
+#include <algorithm>
+#include <fstream>
+#include <new>
+#include <string>
+#include <thread>
+
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "csrc/cuda/event_fence.h"
+#include "csrc/cuda/runtime.h"
+#include "csrc/cuda/streams.h"
+#include "residency/core/errors.h"
+
+namespace residency {
+namespace {
+
+/// From here on rounding to pages is 1/16 at most.
+constexpr auto kLarge = Bytes(std::int64_t{64} << 10);
+
+std::int64_t page_bytes() {
+  static const std::int64_t bytes = ::sysconf(_SC_PAGESIZE);
+  return bytes;
+}
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+
+void touch(std::byte* data, std::size_t nbytes) {
+  if (::madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) {
+    return;
+  }
+  for (std::size_t at = 0; at < nbytes; at += static_cast<std::size_t>(page_bytes())) {
+    const_cast<volatile std::byte*>(data)[at] = std::byte{0};
+  }
+}
+
+/// Locking would touch page after page on one thread.
+void touch_in_parallel(void* data, std::size_t nbytes) {
+  constexpr std::size_t kWorthAThread = std::size_t{64} << 20;
+  constexpr std::size_t kMostThreads = 8;
+  const std::size_t num_threads = std::clamp<std::size_t>(
+      nbytes / kWorthAThread, 1,
+      std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, kMostThreads));
+  const auto page = static_cast<std::size_t>(page_bytes());
+  const std::size_t share = (nbytes / num_threads + page - 1) / page * page;
+  auto* const begin = static_cast<std::byte*>(data);
+  std::vector<std::thread> threads;
+  for (std::size_t at = share; at < nbytes; at += share) {
+    try {
+      threads.emplace_back(touch, begin + at, std::min(share, nbytes - at));
+    } catch (...) {
+      touch(begin + at, nbytes - at);  // no thread to be had
+      break;
+    }
+  }
+  touch(begin, std::min(share, nbytes));
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
+std::optional<std::int64_t> number_in(const std::string& path) {
+  std::ifstream file(path);
+  std::int64_t number = 0;
+  return file >> number ? std::optional(number) : std::nullopt;  // "max" is no number
+}
+
+/// Bytes of the field in kB, as /proc/self/status has them.
+std::int64_t status_bytes(std::string_view field) {
+  std::ifstream file("/proc/self/status");
+  for (std::string word; file >> word;) {
+    if (word == field) {
+      std::int64_t kib = 0;
+      return file >> kib ? kib * 1024 : 0;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+std::optional<Bytes> PageLockedSegments::lockable_bytes() {
+  std::optional<std::int64_t> least;
+  const auto limit = [&](std::int64_t bytes) {
+    least = std::max<std::int64_t>(0, std::min(least.value_or(bytes), bytes));
+  };
+  struct rlimit memlock = {};
+  if (::getrlimit(RLIMIT_MEMLOCK, &memlock) == 0 && memlock.rlim_cur != RLIM_INFINITY &&
+      ::geteuid() != 0) {  // root may lock as much as there is
+    limit(static_cast<std::int64_t>(memlock.rlim_cur) - status_bytes("VmPin:") -
+          status_bytes("VmLck:"));
+  }
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    if (!line.starts_with("0::")) {
+      continue;  // of version 1
+    }
+    std::string group = "/sys/fs/cgroup" + line.substr(3);
+    while (group.size() >= std::string_view("/sys/fs/cgroup").size()) {
+      if (const auto most = number_in(group + "/memory.max")) {
+        limit(*most - number_in(group + "/memory.current").value_or(0));
+      }
+      group.resize(group.find_last_of('/'));
+    }
+  }
+  return least.has_value() ? std::optional(Bytes(*least)) : std::nullopt;
+}
+
+Bytes PageLockedSegments::range_bytes(Bytes nbytes) {
+  const std::int64_t rounding = nbytes < kLarge ? kAlignment.count() : page_bytes();
+  return nbytes.rounded_up(rounding);
+}
+
+Bytes PageLockedSegments::segment_bytes(Bytes request, Bytes in_segments) const {
+  if (request >= kLarge) {
+    return request.rounded_up(page_bytes());
+  }
+  const std::int64_t num_wanted = std::max<std::int64_t>(
+      1, in_segments.count() / 128 / std::max<std::int64_t>(1, request.count()));
+  const Bytes smallest = Bytes(4 * page_bytes());
+  return std::max(smallest, Bytes(request.count() * num_wanted).rounded_up(page_bytes()));
+}
+
+SegmentSource::Segment PageLockedSegments::make(Bytes nbytes) {
+  const auto refuse = [&](std::optional<Bytes> lockable, const std::string& why) {
+    throw PageLockError(
+        lockable.value_or(Bytes()), nbytes,
+        fmt::format("{} bytes of host memory cannot be page-locked: {}", nbytes.count(), why));
+  };
+  const std::optional<Bytes> lockable = lockable_bytes();
+  if (lockable.has_value() && *lockable < nbytes) {
+    refuse(lockable, fmt::format("the limits of this process (ulimit -l, memory.max of its cgroup) "
+                                 "leave {} bytes",
+                                 lockable->count()));
+  }
+  const auto size = static_cast<std::size_t>(nbytes.count());
+  void* data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) {
+    throw std::bad_alloc();
+  }
+  try {
+    touch_in_parallel(data, size);
+  } catch (...) {
+    ::munmap(data, size);
+    throw;
+  }
+  const RelaxedCapture relaxed;
+  const cudaError_t error = cudaHostRegister(data, size, cudaHostRegisterPortable);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    ::munmap(data, size);
+    refuse(lockable, fmt::format("cudaHostRegister answers {} ({})", cudaGetErrorString(error),
+                                 cudaGetErrorName(error)));
+  }
+  return {data, nullptr};
+}
+
+void PageLockedSegments::give_back(void* data, Bytes nbytes,
+                                   const std::vector<FencePtr>& after) noexcept {
+  for (const FencePtr& fence : after) {
+    if (fence != nullptr) {
+      fence->wait();
+    }
+  }
+  const RelaxedCapture relaxed;
+  if (cudaHostUnregister(data) != cudaSuccess) {
+    (void)cudaGetLastError();
+  }
+  ::munmap(data, static_cast<std::size_t>(nbytes.count()));
+}
+
+std::vector<FencePtr> PageLockedSegments::last_uses_by_others() {
+  std::vector<FencePtr> fences;
+  for (int index = 0; index < c10::cuda::device_count(); ++index) {
+    const Location device = Location::cuda(index);
+    const DeviceStreams* streams = find_streams(device);
+    if (streams == nullptr) {
+      continue;
+    }
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
+    const cudaStream_t stream =
+        c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(index)).stream();
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check_cuda(cudaStreamIsCapturing(stream, &status), device, "cudaStreamIsCapturing");
+    if (status == cudaStreamCaptureStatusNone) {
+      fences.push_back(EventFence::record(streams->events, stream));
+    }
+  }
+  return fences;
+}
+
+}  // namespace residency

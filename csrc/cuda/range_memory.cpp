@@ -1,0 +1,274 @@
+#include "csrc/cuda/range_memory.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <iterator>
+#include <optional>
+
+#include "csrc/core/fork.h"
+
+namespace residency {
+namespace {
+
+struct Context {
+  std::shared_ptr<RangeMemory> memory;
+  const void* data;
+};
+
+bool any_pending(const std::vector<FencePtr>& fences) noexcept {
+  return std::any_of(fences.begin(), fences.end(), is_pending);
+}
+
+}  // namespace
+
+RangeMemory::RangeMemory(std::unique_ptr<SegmentSource> source, Bytes alignment)
+    : source_(std::move(source)),
+      alignment_(alignment.count()),
+      generation_(fork_generation()),
+      ranges_(alignment) {}
+
+RangeMemory::~RangeMemory() {
+  trim();  // every range held a reference, so that all segments are empty
+}
+
+RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
+  auto context = std::make_unique<Context>(Context{shared_from_this(), nullptr});
+  Allocation allocation;
+  for (bool added = false;; added = true) {
+    std::vector<Departing> unneeded;
+    {
+      const std::lock_guard lock(mutex_);
+      if (const std::optional<Range> range = ranges_.allocate(nbytes); range.has_value()) {
+        const auto* base = static_cast<const std::byte*>(segments_[range->segment].data);
+        const void* data = base + range->begin.count();
+        try {
+          Live& live = live_.emplace(data, Live{*range, {{}, true}}).first->second;
+          // Until its user says otherwise: it may be freed before anything was done with it.
+          live.uses.last_uses = last_uses_in(*range);
+          allocation.after = live.uses.last_uses;
+          forget_last_uses_in(*range);
+        } catch (...) {
+          live_.erase(data);
+          ranges_.free(*range);
+          throw;
+        }
+        context->data = data;
+      }
+      // Another thread may have made room meanwhile, so that the new segment is not needed.
+      if (added && context->data != nullptr && !source_->keeps_empty_segments()) {
+        unneeded = remove_empty_segments();
+      }
+    }
+    give_back(std::move(unneeded));
+    if (context->data != nullptr) {
+      void* data = const_cast<void*>(context->data);
+      allocation.memory = at::DataPtr(data, context.release(), &free_context, source_->device());
+      return allocation;
+    }
+    add_segment(source_->segment_bytes(rounded(nbytes), segment_bytes()));
+  }
+}
+
+void RangeMemory::add_segment(Bytes nbytes) {
+  SegmentSource::Segment made = source_->make(nbytes);
+  std::vector<FencePtr> after;
+  try {
+    const std::lock_guard lock(mutex_);
+    // What can fail comes first.
+    segments_.reserve(segments_.size() + 1);
+    if (made.ready != nullptr) {
+      after.push_back(made.ready);
+    }
+    const std::uint32_t number = ranges_.add_segment(nbytes);
+    try {
+      if (made.ready != nullptr) {
+        freed_.emplace(Place(number, Bytes()), Freed{nbytes, after});
+      }
+    } catch (...) {
+      ranges_.remove_segment(number);
+      throw;
+    }
+    if (number >= segments_.size()) {
+      segments_.resize(number + 1);
+    }
+    segments_[number] = {made.data, nbytes};
+  } catch (...) {
+    source_->give_back(made.data, nbytes, after);
+    throw;
+  }
+}
+
+void RangeMemory::end_use(const void* data, DeviceLayer::LastUses uses) {
+  const std::lock_guard lock(mutex_);
+  if (const auto found = live_.find(data); found != live_.end()) {
+    std::swap(found->second.uses, uses);  // what it was dies after the lock
+  }
+}
+
+bool RangeMemory::has(const void* data) const {
+  const std::lock_guard lock(mutex_);
+  return live_.contains(data);
+}
+
+void RangeMemory::free_context(void* pointer) noexcept {
+  const std::unique_ptr<Context> context(static_cast<Context*>(pointer));
+  context->memory->free(context->data);
+}
+
+void RangeMemory::free(const void* data) noexcept {
+  if (generation_ != fork_generation()) {
+    return;  // a forked child: the memory is the parent's, and the mutex may be held for ever
+  }
+  Live live;
+  {
+    const std::lock_guard lock(mutex_);
+    live = std::move(live_.find(data)->second);
+  }
+  std::vector<FencePtr> finished;
+  bool remembered = false;
+  try {
+    if (live.uses.used_by_others) {
+      const std::vector<FencePtr> by_others = source_->last_uses_by_others();
+      live.uses.last_uses.insert(live.uses.last_uses.end(), by_others.begin(), by_others.end());
+    }
+    const std::lock_guard lock(mutex_);
+    if (any_pending(live.uses.last_uses)) {
+      freed_.emplace(Place(live.range.segment, live.range.begin),
+                     Freed{live.range.begin + live.range.nbytes, live.uses.last_uses});
+    }
+    remembered = true;
+    finished = take_finished();
+  } catch (...) {
+    // No memory. What is not remembered must be over.
+  }
+  if (!remembered) {
+    for (const FencePtr& fence : live.uses.last_uses) {
+      if (fence != nullptr) {
+        fence->wait();
+      }
+    }
+  }
+  std::vector<Departing> departing;
+  {
+    const std::lock_guard lock(mutex_);
+    live_.erase(data);
+    ranges_.free(live.range);
+    if (!source_->keeps_empty_segments() && ranges_.is_empty(live.range.segment)) {
+      departing = remove_empty_segments();
+    }
+  }
+  give_back(std::move(departing));
+}
+
+RangeMemory::Pieces RangeMemory::pieces_in(const Range& range) {
+  const Place begin(range.segment, range.begin);
+  const Place end(range.segment, range.begin + range.nbytes);
+  auto first = freed_.lower_bound(begin);
+  if (first != freed_.begin()) {
+    const auto before = std::prev(first);
+    if (before->first.first == range.segment && before->second.end > range.begin) {
+      first = before;
+    }
+  }
+  return {first, freed_.lower_bound(end)};
+}
+
+std::vector<FencePtr> RangeMemory::last_uses_in(const Range& range) {
+  std::vector<FencePtr> fences;
+  const auto [first, last] = pieces_in(range);
+  for (auto piece = first; piece != last; ++piece) {
+    for (const FencePtr& fence : piece->second.last_uses) {
+      if (std::find(fences.begin(), fences.end(), fence) == fences.end()) {
+        fences.push_back(fence);
+      }
+    }
+  }
+  return fences;
+}
+
+void RangeMemory::forget_last_uses_in(const Range& range) {
+  auto [first, last] = pieces_in(range);
+  if (first == last) {
+    return;
+  }
+  const Bytes end = range.begin + range.nbytes;
+  if (std::prev(last)->second.end > end) {
+    last = freed_.emplace(Place(range.segment, end), std::prev(last)->second).first;
+  }
+  if (first->first.second < range.begin) {
+    first->second.end = range.begin;
+    ++first;
+  }
+  freed_.erase(first, last);
+}
+
+std::vector<FencePtr> RangeMemory::take_finished() {
+  std::vector<FencePtr> finished;
+  if (freed_.size() < look_at_) {
+    return finished;
+  }
+  for (auto piece = freed_.begin(); piece != freed_.end();) {
+    if (any_pending(piece->second.last_uses)) {
+      ++piece;
+      continue;
+    }
+    finished.insert(finished.end(), piece->second.last_uses.begin(), piece->second.last_uses.end());
+    piece = freed_.erase(piece);
+  }
+  look_at_ = std::max<std::size_t>(64, 2 * freed_.size());
+  return finished;
+}
+
+std::vector<RangeMemory::Departing> RangeMemory::remove_empty_segments() noexcept {
+  std::vector<Departing> departing;
+  try {
+    const std::vector<std::uint32_t> numbers = ranges_.empty_segments();
+    departing.reserve(numbers.size());
+    for (const std::uint32_t number : numbers) {
+      Departing each{segments_[number], {}};
+      const auto first = freed_.lower_bound(Place(number, Bytes()));
+      const auto last = freed_.lower_bound(Place(number + 1, Bytes()));
+      for (auto piece = first; piece != last; ++piece) {
+        each.after.insert(each.after.end(), piece->second.last_uses.begin(),
+                          piece->second.last_uses.end());
+      }
+      ranges_.remove_segment(number);
+      freed_.erase(first, last);
+      segments_[number] = {};
+      departing.push_back(std::move(each));
+    }
+  } catch (...) {
+    // No memory to do it now; the next occasion will.
+  }
+  return departing;
+}
+
+void RangeMemory::give_back(std::vector<Departing> departing) noexcept {
+  for (const Departing& each : departing) {
+    source_->give_back(each.segment.data, each.segment.nbytes, each.after);
+  }
+}
+
+void RangeMemory::trim() noexcept {
+  if (generation_ != fork_generation()) {
+    return;
+  }
+  std::vector<Departing> departing;
+  {
+    const std::lock_guard lock(mutex_);
+    departing = remove_empty_segments();
+  }
+  give_back(std::move(departing));
+}
+
+Bytes RangeMemory::live_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return ranges_.live_bytes();
+}
+
+Bytes RangeMemory::segment_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return ranges_.segment_bytes();
+}
+
+}  // namespace residency

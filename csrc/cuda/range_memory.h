@@ -1,0 +1,124 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <c10/core/Allocator.h>
+
+#include "csrc/core/range_allocator.h"
+#include "residency/aten/device_layer.h"
+#include "residency/core/bytes.h"
+#include "residency/core/fence.h"
+
+namespace residency {
+
+/// Where RangeMemory gets its segments. Called without any lock held.
+class SegmentSource {
+ public:
+  SegmentSource() = default;
+  SegmentSource(const SegmentSource&) = delete;
+  SegmentSource& operator=(const SegmentSource&) = delete;
+  virtual ~SegmentSource() = default;
+
+  struct Segment {
+    void* data = nullptr;
+    /// What the first use must come after; null when nothing.
+    FencePtr ready;
+  };
+  /// What to ask for when `request` bytes do not fit into the segments there are.
+  [[nodiscard]] virtual Bytes segment_bytes(Bytes request, Bytes in_segments) const = 0;
+  /// Throws when there is no memory.
+  [[nodiscard]] virtual Segment make(Bytes nbytes) = 0;
+  /// Gives a segment back, to be used by others only after the fences.
+  virtual void give_back(void* data, Bytes nbytes, const std::vector<FencePtr>& after) noexcept = 0;
+  [[nodiscard]] virtual c10::Device device() const = 0;
+  /// Fences behind what the calling thread may have done with memory that it frees now.
+  [[nodiscard]] virtual std::vector<FencePtr> last_uses_by_others() = 0;
+  /// Whether a segment that has become empty is kept until `trim`.
+  [[nodiscard]] virtual bool keeps_empty_segments() const = 0;
+};
+
+/// An arena: segments divided into ranges, each of which is used again in the order of the device,
+/// behind the last uses of what lay there before.
+///
+/// Which addresses a sequence of calls gets depends on the calls alone and never on what the device
+/// has finished. Thread-safe; ranges may be freed by any thread at any time (by the destructor of a
+/// tensor), and keep the arena alive.
+class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
+ public:
+  RangeMemory(std::unique_ptr<SegmentSource> source, Bytes alignment);
+  ~RangeMemory();
+  RangeMemory(const RangeMemory&) = delete;
+  RangeMemory& operator=(const RangeMemory&) = delete;
+
+  struct Allocation {
+    at::DataPtr memory;
+    /// Pending: the new user's writes come after these.
+    std::vector<FencePtr> after;
+  };
+  /// Not initialized. Throws what the source throws. `nbytes` > 0.
+  [[nodiscard]] Allocation allocate(Bytes nbytes);
+  /// Says, before the memory at `data` is freed, what its last uses were. Memory of which nobody
+  /// says so counts as used by others.
+  void end_use(const void* data, DeviceLayer::LastUses uses);
+
+  /// Whether a range that is not free begins there.
+  [[nodiscard]] bool has(const void* data) const;
+  [[nodiscard]] Bytes rounded(Bytes nbytes) const { return nbytes.rounded_up(alignment_); }
+  /// Gives back every segment that is empty.
+  void trim() noexcept;
+  [[nodiscard]] Bytes live_bytes() const;
+  [[nodiscard]] Bytes segment_bytes() const;
+
+ private:
+  struct Live {
+    Range range;
+    DeviceLayer::LastUses uses;
+  };
+  /// Free memory, and what was pending there when it was freed.
+  struct Freed {
+    Bytes end;
+    std::vector<FencePtr> last_uses;
+  };
+  using Place = std::pair<std::uint32_t, Bytes>;  // segment, where it begins
+  struct Segment {
+    void* data = nullptr;
+    Bytes nbytes;
+  };
+  struct Departing {
+    Segment segment;
+    std::vector<FencePtr> after;
+  };
+
+  static void free_context(void* context) noexcept;
+  void free(const void* data) noexcept;
+  void add_segment(Bytes nbytes);
+  /// What was last done in the range.
+  [[nodiscard]] std::vector<FencePtr> last_uses_in(const Range& range);
+  /// Leaves that to its new user. When it throws nothing has changed.
+  void forget_last_uses_in(const Range& range);
+  using Pieces = std::pair<std::map<Place, Freed>::iterator, std::map<Place, Freed>::iterator>;
+  [[nodiscard]] Pieces pieces_in(const Range& range);
+  [[nodiscard]] std::vector<Departing> remove_empty_segments() noexcept;
+  void give_back(std::vector<Departing> departing) noexcept;
+  [[nodiscard]] std::vector<FencePtr> take_finished();
+
+  const std::unique_ptr<SegmentSource> source_;
+  const std::int64_t alignment_;
+  const std::uint64_t generation_;
+  // Held for bookkeeping alone: no call to the source, and no fence destroyed, which may own
+  // blocks.
+  mutable std::mutex mutex_;
+  RangeAllocator ranges_;
+  std::vector<Segment> segments_;  // by number
+  std::unordered_map<const void*, Live> live_;
+  std::map<Place, Freed> freed_;  // disjoint, and disjoint from what is live
+  std::size_t look_at_ = 64;      // so many pieces: time to look which have finished
+};
+
+}  // namespace residency

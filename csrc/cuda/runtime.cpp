@@ -1,0 +1,57 @@
+#include "csrc/cuda/runtime.h"
+
+#include <new>
+
+#include <fmt/format.h>
+
+#include "residency/core/errors.h"
+
+namespace residency {
+
+bool is_lost(cudaError_t error) noexcept {
+  switch (error) {
+    case cudaErrorCudartUnloading:
+    case cudaErrorDevicesUnavailable:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorContextIsDestroyed:
+    case cudaErrorUnknown: return true;
+    default: return false;
+  }
+}
+
+void throw_cuda_error(cudaError_t error, Location device, const char* call) {
+  (void)cudaGetLastError();
+  const std::string text = fmt::format("{} at {} failed: {} ({})", call, to_string(device),
+                                       cudaGetErrorString(error), cudaGetErrorName(error));
+  switch (error) {
+    case cudaErrorMemoryAllocation: throw std::bad_alloc();
+    case cudaErrorInitializationError:  // what the runtime answers in a forked child
+      throw ForkError(text);
+    case cudaErrorStreamCaptureUnsupported:
+    case cudaErrorStreamCaptureInvalidated:
+    case cudaErrorStreamCaptureMerge:
+    case cudaErrorStreamCaptureUnmatched:
+    case cudaErrorStreamCaptureUnjoined:
+    case cudaErrorStreamCaptureIsolation:
+    case cudaErrorStreamCaptureImplicit:
+    case cudaErrorStreamCaptureWrongThread:
+    case cudaErrorCapturedEvent: throw CaptureError(text);
+    default: break;
+  }
+  if (is_lost(error)) {
+    throw DeviceLostError(device, text + "; every later call to this device fails as well");
+  }
+  throw UnavailableError(text);
+}
+
+}  // namespace residency

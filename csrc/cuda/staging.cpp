@@ -1,0 +1,133 @@
+#include "csrc/cuda/staging.h"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+
+#include "csrc/cuda/runtime.h"
+#include "residency/core/errors.h"
+
+namespace residency {
+namespace {
+
+constexpr auto kRingBytes = Bytes(std::int64_t{Staging::kNumSlots * Staging::kSlotBytes});
+
+/// What one buffer carries: a run of bytes on the device, and where they are on the host.
+struct Chunk {
+  std::byte* device = nullptr;
+  std::size_t nbytes = 0;
+  std::vector<Piece> pieces;
+};
+
+/// Long pieces are cut, short ones put together while their gaps may be filled.
+std::vector<Chunk> chunks_of(std::span<const Piece> pieces, const Staging::Direction& direction) {
+  std::vector<Chunk> chunks;
+  const auto device_end = [&](const Chunk& chunk) { return chunk.device + chunk.nbytes; };
+  for (Piece piece : pieces) {
+    while (piece.nbytes != 0) {
+      std::byte* device = direction.to_device ? piece.to : const_cast<std::byte*>(piece.from);
+      const bool joins = !chunks.empty() && direction.may_fill_gaps &&
+                         device >= device_end(chunks.back()) &&
+                         device < chunks.back().device + Staging::kSlotBytes;
+      if (!joins) {
+        chunks.push_back({device, 0, {}});
+      }
+      Chunk& chunk = chunks.back();
+      const auto offset = static_cast<std::size_t>(device - chunk.device);
+      const std::size_t part = std::min(piece.nbytes, Staging::kSlotBytes - offset);
+      chunk.pieces.push_back({piece.to, piece.from, part});
+      chunk.nbytes = offset + part;
+      piece = {piece.to + part, piece.from + part, piece.nbytes - part};
+    }
+  }
+  return chunks;
+}
+
+}  // namespace
+
+Staging::~Staging() {
+  trim();
+}
+
+void Staging::trim() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (ring_ != nullptr) {
+    segments_.give_back(std::exchange(ring_, nullptr), kRingBytes, {});
+  }
+}
+
+void Staging::copy(const std::vector<Piece>& pieces, const Direction& direction,
+                   const std::atomic<bool>& abandon) {
+  const std::lock_guard lock(mutex_);
+  const RelaxedCapture relaxed;
+  if (ring_ == nullptr) {
+    ring_ = static_cast<std::byte*>(segments_.make(kRingBytes).data);
+  }
+  const std::vector<Chunk> chunks = chunks_of(pieces, direction);
+  std::array<cudaEvent_t, kNumSlots> done{};
+  const auto wait_for_slot = [&](std::size_t slot) {
+    check_cuda(cudaEventSynchronize(done[slot]), direction.device, "cudaEventSynchronize");
+  };
+  // Takes the bytes of a chunk that has come from the device to where they belong.
+  const auto deliver = [&](std::size_t i) {
+    const std::size_t slot = i % kNumSlots;
+    wait_for_slot(slot);
+    for (const Piece& piece : chunks[i].pieces) {
+      std::memcpy(piece.to, ring_ + slot * kSlotBytes + (piece.from - chunks[i].device),
+                  piece.nbytes);
+    }
+  };
+  try {
+    for (cudaEvent_t& event : done) {
+      event = direction.events->take();
+    }
+    for (std::size_t i = 0; i < chunks.size(); ++i) {
+      if (abandon.load(std::memory_order_relaxed)) {
+        throw UnavailableError("the transfer was abandoned: its manager has closed");
+      }
+      const Chunk& chunk = chunks[i];
+      const std::size_t slot = i % kNumSlots;
+      std::byte* buffer = ring_ + slot * kSlotBytes;
+      if (direction.to_device) {
+        if (i >= kNumSlots) {
+          wait_for_slot(slot);
+        }
+        for (const Piece& piece : chunk.pieces) {
+          std::memcpy(buffer + (piece.to - chunk.device), piece.from, piece.nbytes);
+        }
+        check_cuda(cudaMemcpyAsync(chunk.device, buffer, chunk.nbytes, cudaMemcpyHostToDevice,
+                                   direction.stream),
+                   direction.device, "cudaMemcpyAsync");
+      } else {
+        if (i >= kNumSlots) {
+          deliver(i - kNumSlots);
+        }
+        check_cuda(cudaMemcpyAsync(buffer, chunk.device, chunk.nbytes, cudaMemcpyDeviceToHost,
+                                   direction.stream),
+                   direction.device, "cudaMemcpyAsync");
+      }
+      check_cuda(cudaEventRecord(done[slot], direction.stream), direction.device,
+                 "cudaEventRecord");
+    }
+    const std::size_t first_left = chunks.size() - std::min(chunks.size(), kNumSlots);
+    for (std::size_t i = first_left; i < chunks.size(); ++i) {
+      if (direction.to_device) {
+        wait_for_slot(i % kNumSlots);
+      } else {
+        deliver(i);
+      }
+    }
+  } catch (...) {
+    (void)cudaStreamSynchronize(direction.stream);  // nothing of it may be in flight
+    (void)cudaGetLastError();
+    for (const cudaEvent_t event : done) {
+      direction.events->give_back(event);
+    }
+    throw;
+  }
+  for (const cudaEvent_t event : done) {
+    direction.events->give_back(event);
+  }
+}
+
+}  // namespace residency

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "residency/aten/tensor_block.h"
+#include "residency/core/backend.h"
+#include "residency/core/export.h"
+
+namespace residency {
+
+/// What the torch backend needs of `cuda:N` and of page-locked host memory. Implemented by
+/// `residency::cuda`; without it the backend has neither.
+///
+/// Thread-safe as `Backend` is. Every call leaves the caller's current device and stream as they
+/// were, and none waits on the host for the device unless it says so.
+class RESIDENCY_API DeviceLayer {
+ public:
+  DeviceLayer() = default;
+  DeviceLayer(const DeviceLayer&) = delete;
+  DeviceLayer& operator=(const DeviceLayer&) = delete;
+  virtual ~DeviceLayer();
+
+  /// Empty when the location exists here; otherwise why not. Pure query.
+  [[nodiscard]] virtual std::string why_unavailable(Location at) const = 0;
+  /// What a packed value takes there. Pure query.
+  [[nodiscard]] virtual Bytes occupied_bytes(const TensorLayout& layout, Location at) const = 0;
+
+  struct Room {
+    std::shared_ptr<TensorBlock> block;
+    /// The first write into the block must come after these.
+    std::vector<FencePtr> after;
+  };
+  /// A pack, not initialized, in memory that earlier users may not have finished with. Throws
+  /// `c10::OutOfMemoryError`, `PageLockError`, `CaptureError`, `DeviceLostError`.
+  [[nodiscard]] virtual Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) = 0;
+  /// Whether the block's memory came from `allocate`, so that it is reused in device order.
+  [[nodiscard]] virtual bool owns(const TensorBlock& block) const noexcept = 0;
+  struct LastUses {
+    std::vector<FencePtr> last_uses;
+    /// Somebody besides the manager has the memory, and may use it until it is freed, on the stream
+    /// that is current then.
+    bool used_by_others = false;
+  };
+  /// Says, before such a block is destroyed, what its memory was used for.
+  virtual void end_use(const TensorBlock& block, LastUses uses) = 0;
+
+  /// Copies between two blocks of which each is at a device or in page-locked memory, and at least
+  /// one at a device: enqueued on the request's stream, or on the layer's own of the device and
+  /// direction, behind `source_ready`, `overwrite_after` and `after`. Throws with nothing of it in
+  /// flight.
+  [[nodiscard]] virtual CopyResult copy(const CopyRequest& request, const TensorBlock& source,
+                                        std::shared_ptr<TensorBlock> target,
+                                        const std::vector<FencePtr>& after) = 0;
+
+  /// The same between a device and pageable memory, in chunks through page-locked buffers. Waits
+  /// on the host until all of it has arrived: for a worker. Ends early, with an error, when told to
+  /// abandon. Throws with nothing of it in flight.
+  virtual void copy_staged(const TensorBlock& source, const TensorBlock& target,
+                           const std::optional<Stream>& stream,
+                           const std::atomic<bool>& abandon) = 0;
+
+  [[nodiscard]] virtual Stream current_stream(Location device) const = 0;
+  /// A fence behind the stream's work so far. Throws `CaptureError`, `DeviceLostError`.
+  [[nodiscard]] virtual FencePtr record_use(const Stream& stream) = 0;
+  /// Makes the stream go on only after the fence. Throws `CaptureError`, `DeviceLostError`.
+  virtual void wait(const Stream& stream, const FencePtr& fence) = 0;
+
+  struct Usage {
+    Bytes live;      ///< ranges in use
+    Bytes segments;  ///< taken from the caching allocator, or page-locked
+  };
+  [[nodiscard]] virtual Usage usage(Location at) const = 0;
+  /// Gives memory that holds nothing back to the system; waits for its last uses.
+  virtual void trim() noexcept = 0;
+};
+
+}  // namespace residency

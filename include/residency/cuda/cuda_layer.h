@@ -1,0 +1,20 @@
+#pragma once
+
+#include <memory>
+
+#include "residency/aten/device_layer.h"
+#include "residency/core/export.h"
+
+namespace residency {
+
+/// The devices of this process and page-locked memory, for `TorchBackendOptions::devices`. Each
+/// manager has one of its own; CUDA is not initialized before something is moved.
+///
+/// Device memory comes in segments from PyTorch's caching allocator, on a stream of the layer's
+/// own; page-locked memory in slabs of whole pages that the layer registers itself. Both are
+/// divided into ranges and reused in the order of the device, so that addresses and peaks do not
+/// depend on when work completes. An empty device segment goes back to the caching allocator at
+/// once, slabs on `trim` and when the manager closes.
+[[nodiscard]] RESIDENCY_API std::shared_ptr<DeviceLayer> make_cuda_layer();
+
+}  // namespace residency

@@ -1,0 +1,371 @@
+// Values on devices and in page-locked memory, through the manager. Cases 6 to 10 of the field.
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "residency/aten/manager.h"
+#include "residency/cuda/cuda_layer.h"
+#include "tests/aten/fixture.h"
+#include "tests/cuda/fixture.h"
+
+namespace residency::testing {
+namespace {
+
+const Location kPinned = Location::pinned_host();
+const Location kDevice = Location::cuda(0);
+const Location kOther = Location::cuda(1);
+
+class DeviceTier : public CudaTest {
+ protected:
+  DeviceTier() {
+    if (simulated()) {
+      simcuda_reset_counters();
+    }
+  }
+  ~DeviceTier() override {
+    if (!manager_->closed()) {
+      manager_->audit();
+      manager_->close({.force = true});
+    }
+  }
+
+  static std::shared_ptr<Manager> make(std::shared_ptr<DeviceLayer> layer,
+                                       ManagerOptions options = {}) {
+    return create_manager(std::move(options), {.devices = std::move(layer)});
+  }
+  /// A value in pageable memory whose bytes are all `byte`.
+  Handle value(std::int64_t nbytes, int byte, Mutability mutability = Mutability::kImmutable) {
+    at::Tensor tensor = at::empty({nbytes}, at::TensorOptions().dtype(at::kByte));
+    std::memset(tensor.mutable_data_ptr(), byte, static_cast<std::size_t>(nbytes));
+    TensorResident fields({{"x", std::move(tensor)}});
+    return adopt(*manager_, std::move(fields),
+                 {.mode = ReplicaMode::kReplicable, .mutability = mutability});
+  }
+  /// The value's bytes where it is, all equal, or -1.
+  int byte_of(const Handle& handle, Location at) {
+    Lease lease = manager_->acquire(one(handle), at);
+    const at::Tensor tensor = tensors(lease, handle)["x"];
+    std::vector<unsigned char> found(static_cast<std::size_t>(tensor.numel()));
+    if (at.is_cuda()) {
+      current(at).synchronize();
+    }
+    EXPECT_EQ(cudaMemcpy(found.data(), tensor.const_data_ptr(), found.size(), cudaMemcpyDefault),
+              cudaSuccess);
+    lease.release();
+    const bool equal = std::all_of(found.begin(), found.end(),
+                                   [&](unsigned char each) { return each == found.front(); });
+    return equal ? found.front() : -1;
+  }
+  static c10::cuda::CUDAStream current(Location at) {
+    return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(at.cuda_index()));
+  }
+  static Stream named(const c10::cuda::CUDAStream& stream) {
+    return {Location::cuda(stream.device_index()), stream.id()};
+  }
+  /// The layer's own streams are known to it alone; the simulated runtime holds all there are.
+  static simcuda_counters counters() {
+    simcuda_counters read{};
+    EXPECT_EQ(simcuda_read_counters(-1, &read), 0);
+    return read;
+  }
+
+  std::shared_ptr<DeviceLayer> layer_ = make_cuda_layer();
+  std::shared_ptr<Manager> manager_ = make(layer_);
+};
+
+TEST_F(DeviceTier, BytesSurviveEveryWayThroughTheTiers) {
+  TemporaryDirectory directory;
+  manager_ = make(layer_, with_disk(directory));
+  const Handle handle = value(3'000'000, 42);
+  const Location way[] = {kPinned, kDevice, kOther, kPinned, kOther,  kHost, kDevice,
+                          kDisk,   kOther,  kHost,  kOther,  kDevice, kHost};
+  for (const Location to : way) {
+    manager_->move(handle, to);
+    const Snapshot snapshot = manager_->snapshot();
+    EXPECT_EQ(snapshot.find(to)->used,
+              manager_->backend().occupied_bytes(manager_->spec(handle), to))
+        << to_string(to);
+  }
+  manager_->synchronize();
+  EXPECT_EQ(byte_of(handle, kHost), 42);
+}
+
+TEST_F(DeviceTier, FieldsKeepTheirShapesAndStayTied) {
+  const at::Tensor base = at::empty({4, 6}, at::TensorOptions().dtype(at::kFloat));
+  for (int i = 0; i < 24; ++i) {
+    static_cast<float*>(base.mutable_data_ptr())[i] = static_cast<float>(i);
+  }
+  const at::Tensor other = base.clone();
+  TensorResident fields(
+      {{"base", base}, {"slice", base.slice(0, 1, 3)}, {"transposed", base.t()}, {"other", other}});
+  const Handle handle = adopt(*manager_, std::move(fields));
+  for (const Location to : {kPinned, kDevice, kOther, kHost}) {
+    manager_->move(handle, to);
+    Lease lease = manager_->acquire(one(handle), to);
+    const TensorResident& view = tensors(lease, handle);
+    EXPECT_TRUE(view["slice"].storage().is_alias_of(view["base"].storage()));
+    EXPECT_TRUE(view["transposed"].storage().is_alias_of(view["base"].storage()));
+    EXPECT_FALSE(view["other"].storage().is_alias_of(view["base"].storage()));
+    EXPECT_EQ(view["slice"].storage_offset(), 6);
+    EXPECT_EQ(view["transposed"].strides(), base.t().strides());
+    EXPECT_EQ(view["base"].device().is_cuda(), to.is_cuda());
+    EXPECT_EQ(view["base"].is_pinned(), to == kPinned);
+    lease.release();
+  }
+  const TensorResident back = take(*manager_, handle);
+  EXPECT_TRUE(back["transposed"].equal(other.t()));
+}
+
+// Cases 6 and 7.
+TEST_F(DeviceTier, MoveReadsWhatAProducerIsStillWriting) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  const at::Tensor seven = page_locked(kMiB);
+  std::memset(seven.mutable_data_ptr(), 7, kMiB);
+  Gate gate(producer);
+  at::Tensor made = on_device(kMiB);
+  ASSERT_EQ(cudaMemcpyAsync(made.mutable_data_ptr(), seven.const_data_ptr(), kMiB,
+                            cudaMemcpyHostToDevice, producer),
+            cudaSuccess);
+  TensorResident fields({{"x", std::move(made)}});
+  const Handle handle = adopt(*manager_, std::move(fields), {.stream = named(producer)});
+  manager_->move(handle, kPinned);
+  // What was given up is still being read: the same size, on the caller's stream, is other memory.
+  at::Tensor again = on_device(kMiB);
+  ASSERT_EQ(cudaMemsetAsync(again.mutable_data_ptr(), 255, kMiB, current(kDevice)), cudaSuccess);
+  if (simulated()) {
+    EXPECT_EQ(counters().busy_host_syncs, 0U);
+  }
+  gate.open();
+  EXPECT_EQ(byte_of(handle, kPinned), 7);
+}
+
+TEST_F(DeviceTier, MemoryIsReusedBehindTheConsumerThatStillReadsIt) {
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  const at::Tensor read = page_locked(kMiB);
+  std::memset(read.mutable_data_ptr(), 0, kMiB);
+  const Handle first = value(kMiB, 1);
+  const Handle second = value(kMiB, 2);
+  for (const Handle& handle : {first, second}) {
+    manager_->ensure(handle, kPinned).wait();
+  }
+  manager_->ensure(first, kDevice);
+  Gate gate(consumer);
+  Lease lease = manager_->acquire(one(first), kDevice, {.stream = named(consumer)});
+  const void* address = tensors(lease, first)["x"].const_data_ptr();
+  ASSERT_EQ(
+      cudaMemcpyAsync(read.mutable_data_ptr(), address, kMiB, cudaMemcpyDeviceToHost, consumer),
+      cudaSuccess);
+  lease.release();
+  manager_->drop(first, kDevice);
+  manager_->ensure(second, kDevice);
+  Lease again = manager_->acquire(one(second), kDevice);
+  EXPECT_EQ(tensors(again, second)["x"].const_data_ptr(), address) << "in device order, at once";
+  again.release();
+  if (simulated()) {
+    EXPECT_EQ(counters().busy_host_syncs, 0U);
+  }
+  gate.open();
+  consumer.synchronize();
+  EXPECT_EQ(static_cast<const char*>(read.const_data_ptr())[kMiB - 1], 1);
+  EXPECT_EQ(byte_of(second, kDevice), 2);
+}
+
+// Case 8.
+TEST_F(DeviceTier, EnsureBehindAWriteBackThatIsInFlight) {
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  const Handle handle = value(kMiB, 5);
+  manager_->ensure(handle, kPinned).wait();
+  manager_->drop(handle, kHost);
+  manager_->move(handle, kDevice);
+  Gate gate(consumer);
+  manager_->acquire(one(handle), kDevice, {.stream = named(consumer)}).release();
+  const ActionReport out = manager_->move(handle, kPinned);
+  const ActionReport in = manager_->ensure(handle, kDevice);
+  EXPECT_EQ(in.record().path, TransferPath::kDirect);
+  EXPECT_FALSE(in.record().waited);
+  if (simulated()) {
+    EXPECT_EQ(counters().busy_host_syncs, 0U);
+  }
+  gate.open();
+  EXPECT_EQ(byte_of(handle, kDevice), 5);
+  EXPECT_EQ(byte_of(handle, kPinned), 5);
+}
+
+// Case 9.
+TEST_F(DeviceTier, SixteenThreadsThatEnsureOneValueMakeOneCopy) {
+  const Handle handle = value(kMiB, 6);
+  manager_->ensure(handle, kPinned).wait();
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 16; ++i) {
+    threads.emplace_back([&] {
+      Lease lease = manager_->borrow(one(handle), kDevice);
+      EXPECT_TRUE(tensors(lease, handle)["x"].is_cuda());
+      lease.release();
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  int num_copies = 0;
+  for (const TransitionRecord& entry : manager_->trace()) {
+    num_copies += entry.destination == kDevice && !entry.no_op() ? 1 : 0;
+  }
+  EXPECT_EQ(num_copies, 1);
+  EXPECT_EQ(byte_of(handle, kDevice), 6);
+}
+
+// Case 10.
+TEST_F(DeviceTier, CallersDeviceAndStreamAreWhatTheyWere) {
+  const c10::cuda::CUDAStream side = c10::cuda::getStreamFromPool(false, 1);
+  const c10::cuda::CUDAStreamGuard guard(side);
+  c10::cuda::set_device(0);
+  const Handle handle = value(kMiB, 8);
+  for (const Location to : {kPinned, kOther, kDevice, kPinned, kOther}) {
+    manager_->move(handle, to);
+    EXPECT_EQ(c10::cuda::current_device(), 0);
+    EXPECT_EQ(current(kOther), side);
+  }
+  EXPECT_EQ(manager_->trace().back().destination, kOther);
+  EXPECT_EQ(byte_of(handle, kOther), 8);
+}
+
+TEST_F(DeviceTier, StreamOfAnotherDeviceIsRefused) {
+  const c10::cuda::CUDAStream other = c10::cuda::getStreamFromPool(false, 1);
+  const Handle handle = value(kMiB, 8);
+  manager_->ensure(handle, kPinned).wait();
+  EXPECT_THROW(manager_->ensure(handle, kDevice, {.stream = named(other)}), std::invalid_argument);
+  manager_->ensure(handle, kDevice);
+  EXPECT_THROW((void)manager_->acquire(one(handle), kDevice, {.stream = named(other)}),
+               std::invalid_argument);
+  TensorResident fields({{"x", on_device(100)}});
+  EXPECT_THROW((void)adopt(*manager_, std::move(fields), {.stream = named(other)}),
+               std::invalid_argument);
+}
+
+TEST_F(DeviceTier, NothingWaitsBetweenADeviceAndPageLockedMemory) {
+  if (!simulated()) {
+    GTEST_SKIP() << "only the simulated runtime counts";
+  }
+  constexpr int kNumValues = 20;
+  std::vector<Handle> handles;
+  for (int i = 0; i < kNumValues; ++i) {
+    handles.push_back(value(kMiB, i));
+    manager_->ensure(handles.back(), kPinned).wait();
+    manager_->drop(handles.back(), kHost);
+  }
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  {  // the streams are made and a segment is there
+    manager_->ensure(handles[0], kDevice);
+    manager_->move(handles[0], kPinned);
+    manager_->synchronize();
+  }
+  Gate gate(consumer);
+  simcuda_reset_counters();
+  const ActionOptions impatient{.may_block = false};
+  for (int round = 0; round < 3; ++round) {
+    for (const Handle& handle : handles) {
+      manager_->move(handle, kDevice, std::nullopt, impatient);
+      manager_->acquire(one(handle), kDevice, {.stream = named(consumer), .may_block = false})
+          .release();
+      EXPECT_FALSE(manager_->move(handle, kPinned, std::nullopt, impatient).record().waited);
+    }
+  }
+  EXPECT_EQ(counters().host_syncs, 0U);
+  EXPECT_EQ(counters().blocked_time, 0U);
+  gate.open();
+  for (int i = 0; i < kNumValues; ++i) {
+    EXPECT_EQ(byte_of(handles[static_cast<std::size_t>(i)], kPinned), i);
+  }
+}
+
+TEST_F(DeviceTier, LockedBytesAreHardlyMoreThanWhatIsBooked) {
+  if (!simulated()) {
+    GTEST_SKIP() << "only the simulated runtime counts";
+  }
+  for (const auto& [num, nbytes] :
+       {std::pair(1000, std::int64_t{1000}), std::pair(1000, std::int64_t{70'000}),
+        std::pair(1, std::int64_t{1'200'000'000}), std::pair(3, std::int64_t{17'000'000})}) {
+    const std::shared_ptr<DeviceLayer> layer = make_cuda_layer();
+    TensorResident fields({{"x", at::empty({nbytes}, at::TensorOptions().dtype(at::kByte))}});
+    const std::uint64_t before = simcuda_pinned_bytes();
+    std::vector<DeviceLayer::Room> rooms;
+    Bytes booked;
+    for (int i = 0; i < num; ++i) {
+      rooms.push_back(layer->allocate(fields.layout(), kPinned));
+      booked += layer->occupied_bytes(*fields.layout(), kPinned);
+    }
+    const auto locked = static_cast<double>(simcuda_pinned_bytes() - before);
+    EXPECT_EQ(layer->usage(kPinned).live, booked);
+    EXPECT_LE(locked, 1.02 * static_cast<double>(booked.count())) << num << " x " << nbytes;
+    rooms.clear();
+    layer->trim();
+    EXPECT_EQ(simcuda_pinned_bytes(), before);
+  }
+}
+
+// Case 3.
+TEST_F(DeviceTier, NothingIsLeftOfManagersThatHaveClosed) {
+  c10::cuda::CUDACachingAllocator::emptyCache();
+  const std::uint64_t locked = simulated() ? simcuda_pinned_bytes() : 0;  // by PyTorch's own cache
+  const std::uint64_t taken = simulated() ? counters().device_bytes : 0;
+  for (int i = 0; i < 20; ++i) {
+    manager_ = make(make_cuda_layer());
+    const Handle handle = value(16 * kMiB, i);
+    manager_->move(handle, kPinned);
+    manager_->ensure(handle, kDevice);
+    manager_->ensure(handle, kOther);
+    EXPECT_EQ(byte_of(handle, kOther), i);
+    manager_->close();
+  }
+  c10::cuda::CUDACachingAllocator::emptyCache();
+  if (simulated()) {
+    EXPECT_EQ(simcuda_pinned_bytes(), locked);
+    EXPECT_EQ(counters().device_bytes, taken);
+  }
+}
+
+TEST_F(DeviceTier, EmptySegmentIsOnesThatOthersCanHave) {
+  const Handle handle = value(64 * kMiB, 3);
+  manager_->ensure(handle, kPinned).wait();
+  manager_->ensure(handle, kDevice);
+  EXPECT_EQ(layer_->usage(kDevice).segments, Bytes(64 * kMiB));
+  manager_->drop(handle, kDevice);
+  EXPECT_EQ(layer_->usage(kDevice).segments, Bytes());
+  EXPECT_FALSE(runs_out_of_memory(most_of_the_device()));
+}
+
+TEST_F(DeviceTier, WriteLeaseMakesTheOthersStaleAndTheyAreRefreshedInPlace) {
+  const Handle handle = value(kMiB, 1, Mutability::kMutable);
+  manager_->ensure(handle, kPinned).wait();
+  manager_->ensure(handle, kDevice);
+  {
+    Lease lease = manager_->acquire(one(handle), kDevice, {.access = Access::kWrite});
+    ASSERT_EQ(
+        cudaMemsetAsync(tensors(lease, handle)["x"].mutable_data_ptr(), 9, kMiB, current(kDevice)),
+        cudaSuccess);
+    lease.release();
+  }
+  EXPECT_THROW((void)manager_->acquire(one(handle), kPinned), UnavailableError);
+  manager_->ensure(handle, kPinned);
+  EXPECT_EQ(byte_of(handle, kPinned), 9);
+  EXPECT_EQ(byte_of(handle, kDevice), 9);
+}
+
+TEST_F(DeviceTier, TakenDeviceMemoryIsTheCallersUntilItDies) {
+  const Handle handle = value(kMiB, 4);
+  manager_->move(handle, kDevice);
+  at::Tensor taken = take(*manager_, handle, kDevice)["x"];
+  EXPECT_EQ(layer_->usage(kDevice).live, Bytes(kMiB));
+  manager_->close();
+  taken.reset();
+  EXPECT_EQ(layer_->usage(kDevice).live, Bytes());
+}
+
+}  // namespace
+}  // namespace residency::testing
