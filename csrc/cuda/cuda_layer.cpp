@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstddef>
+#include <exception>
 #include <mutex>
 #include <utility>
 
@@ -187,16 +188,17 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
   result.path = to_device && request.from.is_cuda() && request.from != request.to
                     ? TransferPath::kPeer
                     : TransferPath::kDirect;
-  const std::vector<Piece> pieces = pieces_of(source, *target);
-  result.blocked = wait_on_stream(stream, request.source_ready, device);
-  for (const auto* fences : {&request.overwrite_after, &after}) {
-    for (const FencePtr& fence : *fences) {
-      result.blocked |= wait_on_stream(stream, fence, device);
-    }
-  }
-  const cudaEvent_t begin = streams.events->take();
   bool enqueued = false;
+  cudaEvent_t begin = nullptr;
   try {
+    const std::vector<Piece> pieces = pieces_of(source, *target);
+    result.blocked = wait_on_stream(stream, request.source_ready, device);
+    for (const auto* fences : {&request.overwrite_after, &after}) {
+      for (const FencePtr& fence : *fences) {
+        result.blocked |= wait_on_stream(stream, fence, device);
+      }
+    }
+    begin = streams.events->take();
     check_cuda(cudaEventRecord(begin, stream), device, "cudaEventRecord");
     for (const Piece& piece : pieces) {
       const cudaError_t error =
@@ -207,20 +209,21 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
       check_cuda(error, device, "cudaMemcpyAsync");
       enqueued = true;
     }
+    result.ready = EventFence::record(streams.events, stream, std::exchange(begin, nullptr));
   } catch (...) {
     streams.events->give_back(begin);
-    if (enqueued) {
-      (void)cudaStreamSynchronize(stream);  // nothing of it may be in flight when this is told
+    if (enqueued) {  // nothing of it may be in flight when this is told
+      (void)cudaStreamSynchronize(stream);
       (void)cudaGetLastError();
     }
-    throw;
-  }
-  try {
-    result.ready = EventFence::record(streams.events, stream, begin);
-  } catch (...) {
-    (void)cudaStreamSynchronize(stream);
-    (void)cudaGetLastError();
-    throw;
+    try {
+      throw;
+    } catch (const UnavailableError& error) {
+      throw TransferError(
+          request.value, result.path, std::current_exception(),
+          fmt::format("{} from {} to {}: {}", to_string(request.value), to_string(request.from),
+                      to_string(request.to), error.what()));
+    }
   }
   result.block = std::move(target);
   return result;
@@ -249,13 +252,19 @@ Stream CudaLayer::current_stream(Location device) const {
 FencePtr CudaLayer::record_use(const Stream& stream) {
   const cudaStream_t handle = handle_of(stream);
   const c10::cuda::CUDAGuard guard(index_of(stream.device));
-  refuse_while_capturing(handle, stream.device, "no use is recorded");
-  const RelaxedCapture relaxed;
-  return EventFence::record(streams_of(stream.device).events, handle);
+  try {
+    refuse_while_capturing(handle, stream.device, "no use is recorded");
+    const RelaxedCapture relaxed;
+    return EventFence::record(streams_of(stream.device).events, handle);
+  } catch (const DeviceLostError&) {
+    auto done = std::make_shared<Fence>();  // it uses nothing any more
+    done->complete();
+    return done;
+  }
 }
 
 void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {
-  if (!is_pending(fence)) {
+  if (fence == nullptr || fence->poll() == FenceStatus::kDone) {
     return;
   }
   const cudaStream_t handle = handle_of(stream);

@@ -57,14 +57,17 @@ void DeviceSegments::give_back(void* data, Bytes, const std::vector<FencePtr>& a
       (void)wait_on_stream(streams.arena, fence, location_);
     }
   } catch (...) {
-    // A lost device has no order to keep.
-    (void)cudaGetLastError();
+    synchronize_device(location_);
   }
   try {
     c10::cuda::CUDACachingAllocator::raw_delete(data);
   } catch (...) {
     (void)cudaGetLastError();
   }
+}
+
+void DeviceSegments::wait_for_others() noexcept {
+  synchronize_device(location_);
 }
 
 std::vector<FencePtr> DeviceSegments::last_uses_by_others() {

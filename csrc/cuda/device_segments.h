@@ -23,6 +23,7 @@ class DeviceSegments final : public SegmentSource {
   void give_back(void* data, Bytes nbytes, const std::vector<FencePtr>& after) noexcept override;
   [[nodiscard]] c10::Device device() const override;
   [[nodiscard]] std::vector<FencePtr> last_uses_by_others() override;
+  void wait_for_others() noexcept override;
   [[nodiscard]] bool keeps_empty_segments() const override { return false; }
 
  private:

@@ -1,5 +1,7 @@
 #include "csrc/cuda/event_fence.h"
 
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include <fmt/format.h>
@@ -59,17 +61,17 @@ EventFence::EventFence(std::shared_ptr<EventPool> pool, cudaStream_t stream, cud
 
 std::shared_ptr<EventFence> EventFence::record(std::shared_ptr<EventPool> pool, cudaStream_t stream,
                                                cudaEvent_t begin) {
-  const cudaEvent_t end = pool->take();
-  const Location device = pool->device();
+  cudaEvent_t end = nullptr;
   std::shared_ptr<EventFence> fence;
   try {
+    end = pool->take();
     fence.reset(new EventFence(pool, stream, begin, end));
   } catch (...) {
     pool->give_back(end);
     pool->give_back(begin);
     throw;
   }
-  check_cuda(cudaEventRecord(end, stream), device, "cudaEventRecord");
+  check_cuda(cudaEventRecord(end, stream), pool->device(), "cudaEventRecord");
   return fence;
 }
 
@@ -86,10 +88,10 @@ bool EventFence::is_orphan() const noexcept {
 }
 
 FenceStatus EventFence::settle(cudaError_t answer) const noexcept {
-  if (answer == cudaErrorNotReady) {
-    return FenceStatus::kPending;
-  }
   if (answer != cudaSuccess) {
+    if (!is_lost(answer)) {
+      return FenceStatus::kPending;  // not ready, or a call that failed and says nothing of it
+    }
     error_.store(answer, std::memory_order_relaxed);
   }
   const FenceStatus status = answer == cudaSuccess ? FenceStatus::kDone : FenceStatus::kFailed;
@@ -118,11 +120,16 @@ void EventFence::wait() {
     return;
   }
   const RelaxedCapture relaxed;
-  const cudaError_t answer = cudaEventSynchronize(end_);
-  if (answer != cudaSuccess) {
-    (void)cudaGetLastError();
+  while (true) {
+    const cudaError_t answer = cudaEventSynchronize(end_);
+    if (answer != cudaSuccess) {
+      (void)cudaGetLastError();
+    }
+    if (settle(answer) != FenceStatus::kPending) {
+      return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  settle(answer);
 }
 
 std::optional<std::int64_t> EventFence::elapsed_ns() const {
@@ -156,6 +163,9 @@ std::exception_ptr EventFence::error() const {
 
 bool wait_on_stream(cudaStream_t stream, const FencePtr& fence, Location device) {
   if (!is_pending(fence)) {
+    if (fence != nullptr && fence->poll() == FenceStatus::kFailed) {
+      std::rethrow_exception(fence->error());
+    }
     return false;
   }
   const auto* event = dynamic_cast<const EventFence*>(fence.get());

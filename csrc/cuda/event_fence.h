@@ -71,7 +71,8 @@ class EventFence final : public Fence {
 };
 
 /// Makes the stream go on only after the fence, without waiting on the host where the fence is an
-/// event. Returns whether the host waited. Throws what `throw_cuda_error` throws.
+/// event. Returns whether the host waited. Throws what `throw_cuda_error` throws, and why the fence
+/// failed.
 bool wait_on_stream(cudaStream_t stream, const FencePtr& fence, Location device);
 
 }  // namespace residency

@@ -175,8 +175,17 @@ void PageLockedSegments::give_back(void* data, Bytes nbytes,
   const RelaxedCapture relaxed;
   if (cudaHostUnregister(data) != cudaSuccess) {
     (void)cudaGetLastError();
+    return;  // a device can still reach the pages
   }
   ::munmap(data, static_cast<std::size_t>(nbytes.count()));
+}
+
+void PageLockedSegments::wait_for_others() noexcept {
+  for (int index = 0; index < c10::cuda::device_count(); ++index) {
+    if (find_streams(Location::cuda(index)) != nullptr) {
+      synchronize_device(Location::cuda(index));
+    }
+  }
 }
 
 std::vector<FencePtr> PageLockedSegments::last_uses_by_others() {

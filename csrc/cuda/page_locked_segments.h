@@ -26,6 +26,7 @@ class PageLockedSegments final : public SegmentSource {
   void give_back(void* data, Bytes nbytes, const std::vector<FencePtr>& after) noexcept override;
   [[nodiscard]] c10::Device device() const override { return c10::Device(c10::kCPU); }
   [[nodiscard]] std::vector<FencePtr> last_uses_by_others() override;
+  void wait_for_others() noexcept override;
   [[nodiscard]] bool keeps_empty_segments() const override { return true; }
 
   /// What more this process may lock: the least of RLIMIT_MEMLOCK and of the memory limits of its

@@ -124,13 +124,17 @@ void RangeMemory::free(const void* data) noexcept {
     const std::lock_guard lock(mutex_);
     live = std::move(live_.find(data)->second);
   }
+  if (live.uses.used_by_others) {
+    try {
+      const std::vector<FencePtr> by_others = source_->last_uses_by_others();
+      live.uses.last_uses.insert(live.uses.last_uses.end(), by_others.begin(), by_others.end());
+    } catch (...) {
+      source_->wait_for_others();
+    }
+  }
   std::vector<FencePtr> finished;
   bool remembered = false;
   try {
-    if (live.uses.used_by_others) {
-      const std::vector<FencePtr> by_others = source_->last_uses_by_others();
-      live.uses.last_uses.insert(live.uses.last_uses.end(), by_others.begin(), by_others.end());
-    }
     const std::lock_guard lock(mutex_);
     if (any_pending(live.uses.last_uses)) {
       freed_.emplace(Place(live.range.segment, live.range.begin),

@@ -39,6 +39,8 @@ class SegmentSource {
   [[nodiscard]] virtual c10::Device device() const = 0;
   /// Fences behind what the calling thread may have done with memory that it frees now.
   [[nodiscard]] virtual std::vector<FencePtr> last_uses_by_others() = 0;
+  /// Waits on the host for that, where no fence was to be had.
+  virtual void wait_for_others() noexcept = 0;
   /// Whether a segment that has become empty is kept until `trim`.
   [[nodiscard]] virtual bool keeps_empty_segments() const = 0;
 };

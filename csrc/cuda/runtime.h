@@ -24,14 +24,26 @@ inline void check_cuda(cudaError_t error, Location device, const char* call) {
 /// In its scope calls of this thread do not disturb a capture that another thread has under way.
 class RelaxedCapture {
  public:
-  RelaxedCapture() noexcept { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture() noexcept : exchanged_(exchange()) {}
   // A scope of the thread: there is nothing to hand over.
   RelaxedCapture(const RelaxedCapture&) = delete;
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-  ~RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() {
+    if (exchanged_) {
+      (void)exchange();
+    }
+  }
 
  private:
+  bool exchange() noexcept {
+    if (cudaThreadExchangeStreamCaptureMode(&mode_) == cudaSuccess) {
+      return true;
+    }
+    (void)cudaGetLastError();  // or c10 would take it for an error of its own next call
+    return false;
+  }
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+  const bool exchanged_;
 };
 
 }  // namespace residency

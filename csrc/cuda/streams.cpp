@@ -42,6 +42,18 @@ DeviceStreams* find_streams(Location device) noexcept {
       std::memory_order_acquire);
 }
 
+void synchronize_device(Location device) noexcept {
+  try {
+    const RelaxedCapture relaxed;
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device.cuda_index()));
+    if (cudaDeviceSynchronize() != cudaSuccess) {
+      (void)cudaGetLastError();
+    }
+  } catch (...) {
+    (void)cudaGetLastError();
+  }
+}
+
 DeviceStreams& streams_of(Location device) {
   Registry& shared = registry();
   if (shared.generation != fork_generation()) {

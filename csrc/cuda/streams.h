@@ -21,6 +21,8 @@ struct DeviceStreams {
 
 /// Throws what `throw_cuda_error` throws, `ForkError` in a child of the process that made them.
 [[nodiscard]] DeviceStreams& streams_of(Location device);
+/// Waits on the host for all of a device's work; a lost one has none.
+void synchronize_device(Location device) noexcept;
 /// Null when nothing was done there yet.
 [[nodiscard]] DeviceStreams* find_streams(Location device) noexcept;
 

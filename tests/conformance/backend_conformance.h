@@ -30,6 +30,7 @@
 ///     std::optional<Bytes> measured(Location);             // occupied there in all, where known
 ///     std::pair<Location, Location> misplaced();           // where asked for, where the block is
 ///     void break_transfers(bool);                          // what can fail later does
+///     bool can_break(TransferPath);                        // optional: whether that works there
 ///   };
 namespace residency::conformance {
 
@@ -158,6 +159,11 @@ TYPED_TEST_P(BackendConformance, FailsLaterOnlyOnPathsThatCan) {
   const ValueSpec spec = this->harness.spec(this->kBytes);
   for (const auto& [from, to] : this->harness.copies()) {
     SCOPED_TRACE(this->named(from, to));
+    if constexpr (requires { this->harness.can_break(TransferPath::kStaged); }) {
+      if (!this->harness.can_break(this->backend().path(from, to))) {
+        continue;
+      }
+    }
     BlockPtr source = this->block_at(from, spec, 5);
     this->harness.break_transfers(true);
     std::optional<CopyResult> result;

@@ -129,8 +129,12 @@ struct CudaHarness : residency::testing::CudaTest {
     return {Location::cuda(0), Location::pageable_host()};
   }
   /// Files answer with an error, and the buffers for staging are not to be had.
+  static bool can_break(TransferPath path) { return simulated() || path != TransferPath::kStaged; }
   void break_transfers(bool broken) {
     calls->broken = broken;
+    if (!simulated()) {
+      return;
+    }
     if (broken) {
       // A slab that is in use, with room for what the other paths need.
       kept = layer->allocate(

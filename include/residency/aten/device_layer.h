@@ -64,7 +64,8 @@ class RESIDENCY_API DeviceLayer {
                            const std::atomic<bool>& abandon) = 0;
 
   [[nodiscard]] virtual Stream current_stream(Location device) const = 0;
-  /// A fence behind the stream's work so far. Throws `CaptureError`, `DeviceLostError`.
+  /// A fence behind the stream's work so far; done where the device is lost and does none. Throws
+  /// `CaptureError`.
   [[nodiscard]] virtual FencePtr record_use(const Stream& stream) = 0;
   /// Makes the stream go on only after the fence. Throws `CaptureError`, `DeviceLostError`.
   virtual void wait(const Stream& stream, const FencePtr& fence) = 0;

@@ -1,0 +1,286 @@
+// Each CUDA call that the moves make fails once, and devices are lost: typed errors, no value lost,
+// and the manager works on. Only on the simulated runtime, which can be told to fail.
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <new>
+
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "residency/aten/manager.h"
+#include "residency/core/errors.h"
+#include "residency/cuda/cuda_layer.h"
+#include "tests/aten/fixture.h"
+#include "tests/cuda/fixture.h"
+
+namespace residency::testing {
+namespace {
+
+const Location kPinned = Location::pinned_host();
+const Location kDevice = Location::cuda(0);
+const Location kOther = Location::cuda(1);
+
+class DeviceFault : public CudaTest {
+ protected:
+  void SetUp() override {
+    if (!simulated()) {
+      GTEST_SKIP() << "a GPU cannot be told to fail";
+    }
+  }
+
+  static Handle value(Manager& manager, std::int64_t nbytes, int byte) {
+    at::Tensor tensor = at::empty({nbytes}, at::TensorOptions().dtype(at::kByte));
+    std::memset(tensor.mutable_data_ptr(), byte, static_cast<std::size_t>(nbytes));
+    TensorResident fields({{"x", std::move(tensor)}});
+    return adopt(manager, std::move(fields),
+                 {.mode = ReplicaMode::kReplicable, .mutability = Mutability::kMutable});
+  }
+  static bool holds(Manager& manager, const Handle& handle, Location at, int byte) {
+    Lease lease = manager.acquire(one(handle), at);
+    const at::Tensor tensor = tensors(lease, handle)["x"];
+    std::vector<char> found(static_cast<std::size_t>(tensor.numel()));
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(found.data(), tensor.const_data_ptr(), found.size(), cudaMemcpyDefault),
+              cudaSuccess);
+    lease.release();
+    return std::all_of(found.begin(), found.end(),
+                       [&](char each) { return each == static_cast<char>(byte); });
+  }
+  /// The good materializations of a value.
+  static std::vector<Location> places(const Manager& manager, const Handle& handle) {
+    std::vector<Location> found;
+    for (const ValueSnapshot& each : manager.snapshot().values) {
+      if (each.handle == handle) {
+        for (const MaterializationSnapshot& materialization : each.materializations) {
+          if (!materialization.stale) {
+            found.push_back(materialization.location);
+          }
+        }
+      }
+    }
+    return found;
+  }
+
+  static constexpr int kNumValues = 3;
+  /// Every kind of transition between the tiers. Steps that throw are left out; says how many.
+  static int run_scenario(Manager& manager, const std::vector<Handle>& handles) {
+    int num_failed = 0;
+    const auto step = [&](const std::function<void()>& body) {
+      try {
+        body();
+      } catch (const Error&) {
+        ++num_failed;
+      } catch (const std::bad_alloc&) {
+        ++num_failed;
+      } catch (const c10::Error&) {  // out of device memory, and c10's own calls
+        ++num_failed;
+      }
+    };
+    const auto lease = [&](const Handle& handle, Location at, Access access) {
+      Lease made = manager.borrow(one(handle), at, {.access = access});
+      try {
+        made.release();
+      } catch (...) {
+        made.release();  // it goes on until its use is recorded
+        throw;
+      }
+    };
+    for (const Handle& handle : handles) {
+      step([&] { manager.ensure(handle, kPinned).wait(); });
+      step([&] { manager.drop(handle, kHost); });
+      step([&] { manager.move(handle, kDevice); });
+      step([&] { lease(handle, kDevice, Access::kRead); });
+      step([&] { manager.ensure(handle, kOther); });
+      step([&] { lease(handle, kOther, Access::kWrite); });
+      step([&] { manager.ensure(handle, kDevice); });  // refreshed in place
+      step([&] { manager.drop(handle, kOther); });
+      step([&] { manager.ensure(handle, kHost).wait(); });
+      step([&] { manager.drop(handle, kDevice); });
+      step([&] { manager.ensure(handle, kOther).wait(); });
+      step([&] { manager.move(handle, kPinned); });
+      step([&] { manager.move(handle, kDisk).wait(); });
+      step([&] { manager.move(handle, kDevice).wait(); });
+    }
+    step([&] { manager.synchronize(); });
+    return num_failed;
+  }
+
+  /// Only what is enqueued, while a consumer holds everything up.
+  static int run_behind_a_consumer(Manager& manager, const std::vector<Handle>& handles) {
+    int num_failed = 0;
+    const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+    const Stream stream{kDevice, consumer.id()};
+    // With this beside them no segment becomes empty: giving one back falls back on waiting.
+    const Handle anchor = value(manager, 1000, 1);
+    for (const Location device : {kDevice, kOther}) {
+      manager.ensure(anchor, device).wait();
+    }
+    for (const Handle& handle : handles) {
+      manager.ensure(handle, kPinned).wait();
+      manager.drop(handle, kHost);
+    }
+    Gate gate(consumer);
+    for (int round = 0; round < 2; ++round) {
+      for (const Handle& handle : handles) {
+        const auto step = [&](const std::function<void()>& body) {
+          try {
+            body();
+          } catch (const Error&) {
+            ++num_failed;
+          }
+        };
+        step([&] { manager.move(handle, kDevice); });
+        step([&] {
+          Lease lease = manager.acquire(one(handle), kDevice, {.stream = stream});
+          try {
+            lease.release();
+          } catch (...) {
+            lease.release();
+            throw;
+          }
+        });
+        step([&] { manager.ensure(handle, kOther); });
+        step([&] { manager.drop(handle, kOther); });
+        step([&] { manager.move(handle, kPinned); });
+      }
+    }
+    gate.open();
+    manager.synchronize();
+    return num_failed;
+  }
+
+  using Scenario = int (*)(Manager&, const std::vector<Handle>&);
+  /// Runs the scenario with the first, the second, ... call failing. Returns in how many of these
+  /// runs a step failed.
+  static int fail_each_call(const char* entry_point, Scenario scenario) {
+    std::uint64_t num_calls = 0;
+    int num_failures = 0;
+    for (std::uint64_t n = 0; n <= num_calls && !::testing::Test::HasFailure(); ++n) {
+      SCOPED_TRACE(std::string(entry_point) + ", call " + std::to_string(n));
+      c10::cuda::CUDACachingAllocator::emptyCache();
+      const TemporaryDirectory directory;
+      const auto manager = create_manager(with_disk(directory), {.devices = make_cuda_layer()});
+      std::vector<Handle> handles;
+      for (int i = 0; i < kNumValues; ++i) {
+        handles.push_back(value(*manager, 100'000, 10 + i));
+      }
+      // Events are kept from one manager to the next: these take all there are.
+      std::vector<FencePtr> fences;
+      for (const Location device : {kDevice, kOther}) {
+        Backend& backend = manager->backend();
+        const std::uint64_t made = simcuda_calls("cudaEventCreateWithFlags");
+        while (simcuda_calls("cudaEventCreateWithFlags") == made) {
+          fences.push_back(backend.record_use(backend.current_stream(device)));
+        }
+      }
+      const std::uint64_t before = simcuda_calls(entry_point);
+      if (n != 0) {  // the first time counts
+        EXPECT_EQ(simcuda_fail(entry_point, n - 1, 1, cudaErrorInvalidValue), 0);
+      }
+      const int num_failed = scenario(*manager, handles);
+      num_failures += num_failed > 0 ? 1 : 0;
+      const std::uint64_t made = simcuda_calls(entry_point) - before;
+      EXPECT_EQ(simcuda_fail(entry_point, 0, 0, 0), 0);
+      if (n == 0) {
+        EXPECT_EQ(num_failed, 0);
+        EXPECT_GT(made, 0U);
+        num_calls = made;
+      } else {
+        EXPECT_GE(made, n) << "the fault has happened";
+      }
+      manager->audit();
+      for (int i = 0; i < kNumValues; ++i) {
+        const Handle& handle = handles[static_cast<std::size_t>(i)];
+        const std::vector<Location> found = places(*manager, handle);
+        EXPECT_FALSE(found.empty()) << "value " << i << " is lost";
+        EXPECT_NO_THROW(manager->ensure(handle, kPinned).wait());
+        EXPECT_TRUE(holds(*manager, handle, kPinned, 10 + i)) << "value " << i;
+        for (const Location at : found) {
+          EXPECT_TRUE(at.is_disk() || holds(*manager, handle, at, 10 + i))
+              << "value " << i << " at " << to_string(at);
+        }
+      }
+      manager->close({.force = true});
+    }
+    return num_failures;
+  }
+};
+
+// Case 12.
+TEST_F(DeviceFault, EachCallFailsOnceAndNoValueIsLost) {
+  for (const char* entry_point :
+       {"cudaMalloc", "cudaMemcpyAsync", "cudaMemcpyPeerAsync", "cudaEventCreateWithFlags",
+        "cudaEventRecord", "cudaStreamIsCapturing", "cudaHostRegister"}) {
+    EXPECT_GT(fail_each_call(entry_point, &run_scenario), 0) << entry_point;
+  }
+}
+
+// The order can be kept, or found out, in another way.
+TEST_F(DeviceFault, CallsWhoseFailureIsMadeUpFor) {
+  for (const char* entry_point :
+       {"cudaEventQuery", "cudaEventSynchronize", "cudaThreadExchangeStreamCaptureMode"}) {
+    fail_each_call(entry_point, &run_scenario);
+  }
+}
+
+TEST_F(DeviceFault, WaitsThatFailLoseNothing) {
+  EXPECT_GT(fail_each_call("cudaStreamWaitEvent", &run_behind_a_consumer), 0);
+}
+
+TEST_F(DeviceFault, MemoryThatCannotBeUnlockedIsNotGivenBack) {
+  const auto layer = make_cuda_layer();
+  TensorResident fields({{"x", at::empty({100'000}, at::TensorOptions().dtype(at::kByte))}});
+  const std::uint64_t locked = simcuda_pinned_bytes();
+  (void)layer->allocate(fields.layout(), kPinned);
+  EXPECT_EQ(simcuda_fail("cudaHostUnregister", 0, 1, cudaErrorInvalidValue), 0);
+  layer->trim();
+  EXPECT_EQ(layer->usage(kPinned).segments, Bytes());
+  EXPECT_GT(simcuda_pinned_bytes(), locked) << "others must not get pages that a device can reach";
+}
+
+// In a process of its own, as a lost device stays lost.
+TEST_F(DeviceFault, LostDeviceTakesOnlyWhatWasThereAlone) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto body = [] {
+    const TemporaryDirectory directory;
+    const auto manager = create_manager(with_disk(directory), {.devices = make_cuda_layer()});
+    const Handle kept = value(*manager, 100'000, 1);
+    const Handle alone = value(*manager, 100'000, 2);
+    const Handle elsewhere = value(*manager, 100'000, 3);
+    manager->ensure(kept, kPinned).wait();
+    manager->ensure(kept, kOther).wait();
+    manager->move(alone, kPinned).wait();
+    manager->move(alone, kOther).wait();
+    manager->ensure(elsewhere, kDevice).wait();
+    Lease lease = manager->acquire(one(kept), kOther);
+    EXPECT_EQ(simcuda_break_device(1, cudaErrorIllegalAddress), 0);
+    EXPECT_NO_THROW(lease.release());
+    try {
+      manager->move(alone, kPinned);
+      FAIL() << "the device is lost";
+    } catch (const DeviceLostError& error) {
+      EXPECT_EQ(error.device, kOther);
+    }
+    EXPECT_THROW(manager->ensure(elsewhere, kOther).wait(), Error);
+    manager->audit();
+    manager->drop(kept, kOther);
+    manager->move(kept, kDevice);
+    EXPECT_TRUE(holds(*manager, kept, kDevice, 1));
+    EXPECT_TRUE(holds(*manager, elsewhere, kDevice, 3));
+    manager->move(elsewhere, kDisk).wait();
+    manager->audit();
+    manager->close({.force = true});
+  };
+  const auto run = [&] {
+    body();
+    std::exit(::testing::Test::HasFailure() ? 1 : 0);
+  };
+  EXPECT_EXIT(run(), ::testing::ExitedWithCode(0), "");
+}
+
+}  // namespace
+}  // namespace residency::testing
