@@ -1,5 +1,6 @@
 #include "residency/cuda/cuda_layer.h"
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <exception>
@@ -12,6 +13,7 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include "csrc/cuda/copy_group.h"
 #include "csrc/cuda/device_segments.h"
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/page_locked_segments.h"
@@ -75,6 +77,123 @@ std::vector<Piece> pieces_of(const TensorBlock& source, const TensorBlock& targe
     }
   }
   return pieces;
+}
+
+/// A copy on its way onto a stream.
+struct Enqueuing {
+  DeviceStreams& streams;
+  Location device;
+  std::vector<Piece> pieces;
+  std::vector<FencePtr> after;
+  std::optional<std::pair<int, int>> peers = std::nullopt;  // from, to
+  bool blocked = false;
+
+  /// By itself. Throws with nothing of it in flight.
+  FencePtr enqueue_on(cudaStream_t stream);
+  /// On a stream of ours, perhaps in a group.
+  FencePtr enqueue_on(Lane& lane);
+
+ private:
+  /// The stream is behind whatever this one must come after.
+  [[nodiscard]] bool is_behind_all(cudaStream_t stream) const;
+  void wait_on(cudaStream_t stream);
+  FencePtr enqueue_behind(cudaStream_t stream);
+  cudaEvent_t record_begin(cudaStream_t stream);
+  void enqueue_pieces(cudaStream_t stream);
+};
+
+bool Enqueuing::is_behind_all(cudaStream_t stream) const {
+  return std::all_of(after.begin(), after.end(), [&](const FencePtr& fence) {
+    const auto* in_stream = dynamic_cast<const StreamFence*>(fence.get());
+    return fence == nullptr || (in_stream != nullptr && in_stream->stream() == stream) ||
+           fence->poll() == FenceStatus::kDone;
+  });
+}
+
+void Enqueuing::wait_on(cudaStream_t stream) {
+  for (const FencePtr& fence : after) {
+    blocked |= wait_on_stream(stream, fence, device);
+  }
+}
+
+cudaEvent_t Enqueuing::record_begin(cudaStream_t stream) {
+  const cudaEvent_t begin = streams.events->take();
+  if (const cudaError_t error = cudaEventRecord(begin, stream); error != cudaSuccess) {
+    streams.events->give_back(begin);
+    throw_cuda_error(error, device, "cudaEventRecord");
+  }
+  return begin;
+}
+
+void Enqueuing::enqueue_pieces(cudaStream_t stream) {
+  bool enqueued = false;
+  for (const Piece& piece : pieces) {
+    const cudaError_t error =
+        peers.has_value()
+            ? cudaMemcpyPeerAsync(piece.to, peers->second, piece.from, peers->first, piece.nbytes,
+                                  stream)
+            : cudaMemcpyAsync(piece.to, piece.from, piece.nbytes, cudaMemcpyDefault, stream);
+    if (error != cudaSuccess) {
+      if (enqueued) {  // nothing of it may be in flight when this is told
+        (void)cudaStreamSynchronize(stream);
+      }
+      throw_cuda_error(error, device, "cudaMemcpyAsync");
+    }
+    enqueued = true;
+  }
+}
+
+FencePtr Enqueuing::enqueue_on(cudaStream_t stream) {
+  const RelaxedCapture relaxed;
+  wait_on(stream);
+  return enqueue_behind(stream);
+}
+
+FencePtr Enqueuing::enqueue_behind(cudaStream_t stream) {
+  const auto fence = EventFence::prepare(streams.events, stream, record_begin(stream));
+  enqueue_pieces(stream);
+  if (const cudaError_t error = fence->record(); error != cudaSuccess) {
+    (void)cudaStreamSynchronize(stream);
+    throw_cuda_error(error, device, "cudaEventRecord");
+  }
+  return fence;
+}
+
+FencePtr Enqueuing::enqueue_on(Lane& lane) {
+  std::size_t num_bytes = 0;
+  for (const Piece& piece : pieces) {
+    num_bytes += piece.nbytes;
+  }
+  const RelaxedCapture relaxed;
+  if (!is_behind_all(lane.stream)) {
+    {
+      // Or what the group has so far would count as done only after the waits.
+      std::shared_ptr<CopyGroup> open;  // dies after the lock
+      const std::lock_guard lock(lane.mutex);
+      open = lane.open;
+      if (open != nullptr) {
+        check_cuda(open->close(), device, "cudaEventRecord");
+      }
+    }
+    wait_on(lane.stream);  // without the lock, as it may need that of another lane
+  }
+  std::shared_ptr<CopyGroup> group;  // dies after the lock
+  const std::lock_guard lock(lane.mutex);
+  group = lane.open;
+  if (group != nullptr && !group->has_room(num_bytes)) {
+    check_cuda(group->close(), device, "cudaEventRecord");
+    group = nullptr;
+  }
+  if (group == nullptr) {
+    if (num_bytes > CopyGroup::kMostBytes) {
+      return enqueue_behind(lane.stream);
+    }
+    group = std::make_shared<CopyGroup>(streams.events, lane, record_begin(lane.stream));
+  }
+  FencePtr fence = group->join(num_bytes);  // first, as nothing may fail after the copy
+  enqueue_pieces(lane.stream);
+  lane.open = std::move(group);
+  return fence;
 }
 
 class CudaLayer final : public DeviceLayer {
@@ -178,53 +297,33 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
   const bool to_device = request.to.is_cuda();
   const Location device = to_device ? request.to : request.from;
   const c10::cuda::CUDAGuard guard(index_of(device));
-  const DeviceStreams& streams = streams_of(device);
-  const cudaStream_t stream = request.stream.has_value() ? handle_of(*request.stream)
-                              : to_device                ? streams.in
-                                                         : streams.out;
-  refuse_while_capturing(stream, device, "nothing is moved");
-  const RelaxedCapture relaxed;
+  DeviceStreams& streams = streams_of(device);
   CopyResult result;
   result.path = to_device && request.from.is_cuda() && request.from != request.to
                     ? TransferPath::kPeer
                     : TransferPath::kDirect;
-  bool enqueued = false;
-  cudaEvent_t begin = nullptr;
-  try {
-    const std::vector<Piece> pieces = pieces_of(source, *target);
-    result.blocked = wait_on_stream(stream, request.source_ready, device);
-    for (const auto* fences : {&request.overwrite_after, &after}) {
-      for (const FencePtr& fence : *fences) {
-        result.blocked |= wait_on_stream(stream, fence, device);
-      }
-    }
-    begin = streams.events->take();
-    check_cuda(cudaEventRecord(begin, stream), device, "cudaEventRecord");
-    for (const Piece& piece : pieces) {
-      const cudaError_t error =
-          result.path == TransferPath::kPeer
-              ? cudaMemcpyPeerAsync(piece.to, request.to.cuda_index(), piece.from,
-                                    request.from.cuda_index(), piece.nbytes, stream)
-              : cudaMemcpyAsync(piece.to, piece.from, piece.nbytes, cudaMemcpyDefault, stream);
-      check_cuda(error, device, "cudaMemcpyAsync");
-      enqueued = true;
-    }
-    result.ready = EventFence::record(streams.events, stream, std::exchange(begin, nullptr));
-  } catch (...) {
-    streams.events->give_back(begin);
-    if (enqueued) {  // nothing of it may be in flight when this is told
-      (void)cudaStreamSynchronize(stream);
-      (void)cudaGetLastError();
-    }
-    try {
-      throw;
-    } catch (const UnavailableError& error) {
-      throw TransferError(
-          request.value, result.path, std::current_exception(),
-          fmt::format("{} from {} to {}: {}", to_string(request.value), to_string(request.from),
-                      to_string(request.to), error.what()));
-    }
+  Enqueuing copy{streams, device, pieces_of(source, *target), {}};
+  for (const auto* fences : {&request.overwrite_after, &after}) {
+    copy.after.insert(copy.after.end(), fences->begin(), fences->end());
   }
+  copy.after.push_back(request.source_ready);
+  if (result.path == TransferPath::kPeer) {
+    copy.peers = std::pair(request.from.cuda_index(), request.to.cuda_index());
+  }
+  try {
+    if (request.stream.has_value()) {
+      const cudaStream_t stream = handle_of(*request.stream);
+      refuse_while_capturing(stream, device, "nothing is moved");
+      result.ready = copy.enqueue_on(stream);
+    } else {
+      result.ready = copy.enqueue_on(to_device ? streams.in : streams.out);
+    }
+  } catch (const UnavailableError& error) {
+    throw TransferError(request.value, result.path, std::current_exception(),
+                        fmt::format("{} from {} to {}: {}", to_string(request.value),
+                                    to_string(request.from), to_string(request.to), error.what()));
+  }
+  result.blocked = copy.blocked;
   result.block = std::move(target);
   return result;
 }
@@ -239,7 +338,9 @@ void CudaLayer::copy_staged(const TensorBlock& source, const TensorBlock& target
   Staging::Direction direction;
   direction.device = device;
   direction.to_device = to_device;
-  direction.stream = stream.has_value() ? handle_of(*stream) : to_device ? streams.in : streams.out;
+  direction.stream = stream.has_value() ? handle_of(*stream)
+                     : to_device        ? streams.in.stream
+                                        : streams.out.stream;
   direction.events = streams.events.get();
   direction.may_fill_gaps = on_device.is_packed();
   staging_.copy(pieces_of(source, target), direction, abandon);

@@ -59,8 +59,8 @@ EventFence::EventFence(std::shared_ptr<EventPool> pool, cudaStream_t stream, cud
       end_(end),
       generation_(fork_generation()) {}
 
-std::shared_ptr<EventFence> EventFence::record(std::shared_ptr<EventPool> pool, cudaStream_t stream,
-                                               cudaEvent_t begin) {
+std::shared_ptr<EventFence> EventFence::prepare(std::shared_ptr<EventPool> pool,
+                                                cudaStream_t stream, cudaEvent_t begin) {
   cudaEvent_t end = nullptr;
   std::shared_ptr<EventFence> fence;
   try {
@@ -71,8 +71,27 @@ std::shared_ptr<EventFence> EventFence::record(std::shared_ptr<EventPool> pool, 
     pool->give_back(begin);
     throw;
   }
-  check_cuda(cudaEventRecord(end, stream), pool->device(), "cudaEventRecord");
   return fence;
+}
+
+std::shared_ptr<EventFence> EventFence::record(std::shared_ptr<EventPool> pool, cudaStream_t stream,
+                                               cudaEvent_t begin) {
+  const Location device = pool->device();
+  auto fence = prepare(std::move(pool), stream, begin);
+  check_cuda(fence->record(), device, "cudaEventRecord");
+  return fence;
+}
+
+cudaError_t EventFence::record() noexcept {
+  const RelaxedCapture relaxed;
+  const cudaError_t error = cudaEventRecord(end_, stream_);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    if (is_lost(error)) {
+      settle(error);
+    }
+  }
+  return error;
 }
 
 EventFence::~EventFence() {
@@ -168,7 +187,7 @@ bool wait_on_stream(cudaStream_t stream, const FencePtr& fence, Location device)
     }
     return false;
   }
-  const auto* event = dynamic_cast<const EventFence*>(fence.get());
+  auto* event = dynamic_cast<StreamFence*>(fence.get());
   if (event == nullptr) {
     fence->wait();
     return true;

@@ -34,9 +34,18 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   std::vector<cudaEvent_t> idle_;
 };
 
-/// A point in a stream's work. Thread-safe. After its device was lost it is failed, with
-/// `DeviceLostError`; in a forked child with `ForkError`.
-class EventFence final : public Fence {
+/// A fence in a stream, which other streams can wait for. Thread-safe.
+class StreamFence : public Fence {
+ public:
+  /// Behind the work that the fence stands for. Throws what `throw_cuda_error` throws.
+  [[nodiscard]] virtual cudaEvent_t event() = 0;
+  /// For comparison only: the stream may have gone.
+  [[nodiscard]] virtual cudaStream_t stream() const noexcept = 0;
+};
+
+/// A point in a stream's work. After its device was lost it is failed, with `DeviceLostError`; in a
+/// forked child with `ForkError`.
+class EventFence final : public StreamFence {
  public:
   /// Behind all that the stream was given so far. The stream's device must be the current one. With
   /// `begin`, an event recorded earlier in that stream which the fence owns from now on, it knows
@@ -44,6 +53,13 @@ class EventFence final : public Fence {
   [[nodiscard]] static std::shared_ptr<EventFence> record(std::shared_ptr<EventPool> pool,
                                                           cudaStream_t stream,
                                                           cudaEvent_t begin = nullptr);
+  /// All that is needed for that, but for the point itself.
+  [[nodiscard]] static std::shared_ptr<EventFence> prepare(std::shared_ptr<EventPool> pool,
+                                                           cudaStream_t stream,
+                                                           cudaEvent_t begin = nullptr);
+  /// Sets the point, once, before anything else is asked. Allocates nothing. When the device is
+  /// lost the fence is failed.
+  [[nodiscard]] cudaError_t record() noexcept;
 
   ~EventFence() override;
   [[nodiscard]] FenceStatus poll() const noexcept override;
@@ -51,15 +67,16 @@ class EventFence final : public Fence {
   [[nodiscard]] std::optional<std::int64_t> elapsed_ns() const override;
   [[nodiscard]] std::exception_ptr error() const override;
 
-  [[nodiscard]] cudaEvent_t event() const noexcept { return end_; }
-  /// For comparison only: the stream may have gone.
-  [[nodiscard]] cudaStream_t stream() const noexcept { return stream_; }
+  [[nodiscard]] cudaEvent_t event() override { return end_; }
+  [[nodiscard]] cudaStream_t stream() const noexcept override { return stream_; }
+  [[nodiscard]] Location device() const noexcept { return pool_->device(); }
+  /// Pending, in a forked child of the process that made it.
+  [[nodiscard]] bool is_orphan() const noexcept;
 
  private:
   EventFence(std::shared_ptr<EventPool> pool, cudaStream_t stream, cudaEvent_t begin,
              cudaEvent_t end);
   FenceStatus settle(cudaError_t answer) const noexcept;
-  [[nodiscard]] bool is_orphan() const noexcept;
 
   const std::shared_ptr<EventPool> pool_;
   const cudaStream_t stream_;

@@ -73,8 +73,8 @@ DeviceStreams& streams_of(Location device) {
   auto made = std::make_unique<DeviceStreams>();
   made->events = std::make_shared<EventPool>(device);
   // What a failure leaves is a stream or two, and the device is then hardly of use.
-  made->in = make_stream(device);
-  made->out = make_stream(device);
+  made->in.stream = make_stream(device);
+  made->out.stream = make_stream(device);
   made->arena = make_stream(device);
   shared.streams[static_cast<std::size_t>(device.cuda_index())].store(made.get(),
                                                                       std::memory_order_release);

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "csrc/cuda/copy_group.h"
 #include "csrc/cuda/event_fence.h"
 #include "residency/core/location.h"
 
@@ -14,8 +15,8 @@ namespace residency {
 /// later stream could get its number.
 struct DeviceStreams {
   std::shared_ptr<EventPool> events;
-  cudaStream_t in = nullptr;     ///< copies to the device
-  cudaStream_t out = nullptr;    ///< copies from it
+  Lane in;                       ///< copies to the device
+  Lane out;                      ///< copies from it
   cudaStream_t arena = nullptr;  ///< what segments are allocated on
 };
 

@@ -284,6 +284,65 @@ TEST_F(DeviceTier, NothingWaitsBetweenADeviceAndPageLockedMemory) {
   }
 }
 
+TEST_F(DeviceTier, SmallCopyIsDoneBeforeWhatWasEnqueuedBehindIt) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  std::vector<Handle> small;
+  for (int i = 0; i < 3; ++i) {
+    small.push_back(value(4096, i));
+    manager_->move(small.back(), kDevice).wait();
+  }
+  Gate gate(producer);
+  TensorResident fields({{"x", on_device(4096)}});
+  const Handle late = adopt(*manager_, std::move(fields),
+                            {.mode = ReplicaMode::kReplicable, .stream = named(producer)});
+  std::vector<ActionReport> reports;
+  for (const Handle& handle : small) {
+    reports.push_back(manager_->ensure(handle, kPinned));
+  }
+  const ActionReport waiting = manager_->ensure(late, kPinned);
+  for (const ActionReport& report : reports) {
+    report.wait();
+    EXPECT_GT(report.record().device_elapsed_ns.value_or(0), 0);
+  }
+  EXPECT_FALSE(waiting.done());
+  gate.open();
+  waiting.wait();
+}
+
+TEST_F(DeviceTier, SmallCopiesShareAnEvent) {
+  if (!simulated()) {
+    GTEST_SKIP() << "only the simulated runtime counts";
+  }
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  constexpr int kNumValues = 100;
+  std::vector<Handle> handles;
+  for (int i = 0; i < kNumValues; ++i) {
+    handles.push_back(value(4096, i));
+    manager_->move(handles.back(), kDevice).wait();
+    manager_->ensure(handles.back(), kPinned).wait();  // the slabs are there
+    manager_->drop(handles.back(), kPinned);
+  }
+  Gate gate(producer);
+  TensorResident fields({{"x", on_device(4096)}});
+  const Handle first = adopt(*manager_, std::move(fields),
+                             {.mode = ReplicaMode::kReplicable, .stream = named(producer)});
+  manager_->ensure(first, kPinned);
+  const std::uint64_t before = simcuda_calls("cudaEventRecord");
+  std::vector<ActionReport> reports;
+  for (const Handle& handle : handles) {
+    reports.push_back(manager_->ensure(handle, kPinned));
+  }
+  EXPECT_LE(simcuda_calls("cudaEventRecord") - before, 10U);
+  EXPECT_FALSE(reports.front().done());
+  gate.open();
+  for (const ActionReport& report : reports) {
+    report.wait();
+  }
+  for (int i = 0; i < kNumValues; ++i) {
+    EXPECT_EQ(byte_of(handles[static_cast<std::size_t>(i)], kPinned), i);
+  }
+}
+
 TEST_F(DeviceTier, LockedBytesAreHardlyMoreThanWhatIsBooked) {
   if (!simulated()) {
     GTEST_SKIP() << "only the simulated runtime counts";
