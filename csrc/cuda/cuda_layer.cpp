@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <exception>
+#include <iterator>
 #include <mutex>
 #include <utility>
 
@@ -212,11 +213,13 @@ class CudaLayer final : public DeviceLayer {
   [[nodiscard]] FencePtr record_use(const Stream& stream) override;
   void wait(const Stream& stream, const FencePtr& fence) override;
   [[nodiscard]] Usage usage(Location at) const override;
+  void reset_peaks() override;
   void trim() noexcept override;
 
  private:
   [[nodiscard]] std::shared_ptr<RangeMemory> memory_at(Location at);
   [[nodiscard]] std::shared_ptr<RangeMemory> find_memory(Location at) const;
+  [[nodiscard]] std::vector<std::shared_ptr<RangeMemory>> all_memory() const;
   static std::size_t slot_of(Location at) {
     return at.is_cuda() ? 1 + static_cast<std::size_t>(at.cuda_index()) : 0;
   }
@@ -377,19 +380,26 @@ void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {
 
 DeviceLayer::Usage CudaLayer::usage(Location at) const {
   const auto memory = find_memory(at);
-  return memory != nullptr ? Usage{memory->live_bytes(), memory->segment_bytes()} : Usage{};
+  return memory != nullptr ? memory->usage() : Usage{};
+}
+
+std::vector<std::shared_ptr<RangeMemory>> CudaLayer::all_memory() const {
+  std::vector<std::shared_ptr<RangeMemory>> found;
+  const std::lock_guard lock(mutex_);
+  std::copy_if(memories_.begin(), memories_.end(), std::back_inserter(found),
+               [](const auto& memory) { return memory != nullptr; });
+  return found;
+}
+
+void CudaLayer::reset_peaks() {
+  for (const auto& memory : all_memory()) {
+    memory->reset_peak();
+  }
 }
 
 void CudaLayer::trim() noexcept {
-  for (std::size_t i = 0; i < memories_.size(); ++i) {
-    std::shared_ptr<RangeMemory> memory;
-    {
-      const std::lock_guard lock(mutex_);
-      memory = memories_[i];
-    }
-    if (memory != nullptr) {
-      memory->trim();
-    }
+  for (const auto& memory : all_memory()) {
+    memory->trim();
   }
   staging_.trim();
 }

@@ -52,6 +52,7 @@ RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
           ranges_.free(*range);
           throw;
         }
+        peak_live_ = std::max(peak_live_, ranges_.live_bytes());
         context->data = data;
       }
       // Another thread may have made room meanwhile, so that the new segment is not needed.
@@ -65,7 +66,7 @@ RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
       allocation.memory = at::DataPtr(data, context.release(), &free_context, source_->device());
       return allocation;
     }
-    add_segment(source_->segment_bytes(rounded(nbytes), segment_bytes()));
+    add_segment(source_->segment_bytes(rounded(nbytes), usage().segments));
   }
 }
 
@@ -265,14 +266,14 @@ void RangeMemory::trim() noexcept {
   give_back(std::move(departing));
 }
 
-Bytes RangeMemory::live_bytes() const {
+DeviceLayer::Usage RangeMemory::usage() const {
   const std::lock_guard lock(mutex_);
-  return ranges_.live_bytes();
+  return {ranges_.live_bytes(), peak_live_, ranges_.segment_bytes()};
 }
 
-Bytes RangeMemory::segment_bytes() const {
+void RangeMemory::reset_peak() {
   const std::lock_guard lock(mutex_);
-  return ranges_.segment_bytes();
+  peak_live_ = ranges_.live_bytes();
 }
 
 }  // namespace residency

@@ -74,8 +74,8 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   [[nodiscard]] Bytes rounded(Bytes nbytes) const { return nbytes.rounded_up(alignment_); }
   /// Gives back every segment that is empty.
   void trim() noexcept;
-  [[nodiscard]] Bytes live_bytes() const;
-  [[nodiscard]] Bytes segment_bytes() const;
+  [[nodiscard]] DeviceLayer::Usage usage() const;
+  void reset_peak();
 
  private:
   struct Live {
@@ -117,6 +117,7 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   // blocks.
   mutable std::mutex mutex_;
   RangeAllocator ranges_;
+  Bytes peak_live_;
   std::vector<Segment> segments_;  // by number
   std::unordered_map<const void*, Live> live_;
   std::map<Place, Freed> freed_;  // disjoint, and disjoint from what is live

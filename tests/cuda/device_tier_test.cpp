@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <random>
 #include <thread>
 
 #include <ATen/ops/empty.h>
@@ -340,6 +341,58 @@ TEST_F(DeviceTier, SmallCopiesShareAnEvent) {
   }
   for (int i = 0; i < kNumValues; ++i) {
     EXPECT_EQ(byte_of(handles[static_cast<std::size_t>(i)], kPinned), i);
+  }
+}
+
+// Case 30, as far as the arenas' live bytes go.
+TEST_F(DeviceTier, PredictedPeaksAreThoseOfTheArenas) {
+  const std::vector<Location> places = {kPinned, kDevice, kOther};
+  std::mt19937 random(20261202);
+  const auto below = [&](std::size_t limit) { return random() % limit; };
+  std::vector<Handle> handles;
+  for (int i = 0; i < 20; ++i) {
+    at::Tensor tensor = at::empty({static_cast<std::int64_t>(1 + below(300'000))},
+                                  at::TensorOptions().dtype(at::kByte));
+    std::memset(tensor.mutable_data_ptr(), i, static_cast<std::size_t>(tensor.numel()));
+    TensorResident fields({{"x", std::move(tensor)}});
+    handles.push_back(
+        adopt(*manager_, std::move(fields),
+              {.mode = i % 4 == 0 ? ReplicaMode::kExclusive : ReplicaMode::kReplicable}));
+    manager_->move(handles.back(), kPinned).wait();
+  }
+  int num_actions = 0;
+  for (int plan = 0; plan < 1000; ++plan) {
+    std::vector<ResidencyAction> actions;
+    for (std::size_t i = 1 + below(8); i-- > 0;) {
+      const Handle handle = handles[below(handles.size())];
+      const Location at = places[below(places.size())];
+      switch (below(4)) {
+        case 0: actions.emplace_back(EnsureResident{handle, at}); break;
+        case 1: actions.emplace_back(DropResident{handle, at}); break;
+        default: actions.emplace_back(MoveResident{handle, at, std::nullopt}); break;
+      }
+      if (!manager_->explain(actions).feasible) {
+        actions.pop_back();
+      }
+    }
+    layer_->reset_peaks();
+    const Explanation explanation = manager_->explain(actions);
+    manager_->execute(actions);
+    num_actions += static_cast<int>(actions.size());
+    for (const Location at : places) {
+      const DeviceLayer::Usage measured = layer_->usage(at);
+      if (const PredictedLocation* predicted = explanation.find(at); predicted != nullptr) {
+        ASSERT_EQ(measured.peak_live, predicted->peak_used) << to_string(at) << ", plan " << plan;
+        ASSERT_EQ(measured.live, predicted->used_after) << to_string(at) << ", plan " << plan;
+      } else {
+        ASSERT_EQ(measured.peak_live, measured.live) << to_string(at) << ", plan " << plan;
+      }
+    }
+  }
+  EXPECT_GT(num_actions, 2000);
+  for (std::size_t i = 0; i < handles.size(); ++i) {
+    manager_->move(handles[i], kHost).wait();
+    EXPECT_EQ(byte_of(handles[i], kHost), static_cast<int>(i));
   }
 }
 

@@ -71,10 +71,13 @@ class RESIDENCY_API DeviceLayer {
   virtual void wait(const Stream& stream, const FencePtr& fence) = 0;
 
   struct Usage {
-    Bytes live;      ///< ranges in use
-    Bytes segments;  ///< taken from the caching allocator, or page-locked
+    Bytes live;       ///< ranges in use
+    Bytes peak_live;  ///< the most since `reset_peaks`
+    Bytes segments;   ///< taken from the caching allocator, or page-locked
   };
   [[nodiscard]] virtual Usage usage(Location at) const = 0;
+  /// Sets every location's peak to what is in use now.
+  virtual void reset_peaks() = 0;
   /// Gives memory that holds nothing back to the system; waits for its last uses.
   virtual void trim() noexcept = 0;
 };
