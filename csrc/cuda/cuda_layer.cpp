@@ -197,6 +197,16 @@ FencePtr Enqueuing::enqueue_on(Lane& lane) {
   return fence;
 }
 
+/// For what is done besides the stream in question: the caller's current streams at the current
+/// device and at `at` are those that a capture would be of.
+void refuse_while_caller_captures(Location at, std::string_view what) {
+  const Location current = Location::cuda(c10::cuda::current_device());
+  for (const Location device : {current, at.is_cuda() ? at : current}) {
+    refuse_while_capturing(c10::cuda::getCurrentCUDAStream(index_of(device)).stream(), device,
+                           what);
+  }
+}
+
 class CudaLayer final : public DeviceLayer {
  public:
   [[nodiscard]] std::string why_unavailable(Location at) const override;
@@ -262,9 +272,7 @@ std::shared_ptr<RangeMemory> CudaLayer::memory_at(Location at) {
 }
 
 DeviceLayer::Room CudaLayer::allocate(std::shared_ptr<const TensorLayout> layout, Location at) {
-  const Location device = at.is_cuda() ? at : Location::cuda(c10::cuda::current_device());
-  const cudaStream_t current = c10::cuda::getCurrentCUDAStream(index_of(device)).stream();
-  refuse_while_capturing(current, device, "no memory is taken");
+  refuse_while_caller_captures(at, "no memory is taken");
   const c10::Device torch_device =
       at.is_cuda() ? c10::Device(c10::kCUDA, index_of(at)) : c10::Device(c10::kCPU);
   const Bytes nbytes = layout->packed_bytes();
@@ -299,6 +307,7 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
                            const std::vector<FencePtr>& after) {
   const bool to_device = request.to.is_cuda();
   const Location device = to_device ? request.to : request.from;
+  refuse_while_caller_captures(device, "nothing is moved");
   const c10::cuda::CUDAGuard guard(index_of(device));
   DeviceStreams& streams = streams_of(device);
   CopyResult result;

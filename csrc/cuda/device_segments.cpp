@@ -35,6 +35,7 @@ c10::Device DeviceSegments::device() const {
 
 SegmentSource::Segment DeviceSegments::make(Bytes nbytes) {
   const DeviceStreams& streams = streams_of(location_);
+  const RelaxedCapture relaxed;
   const c10::cuda::CUDAGuard guard(index_of(location_));
   void* data = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(
       static_cast<std::size_t>(nbytes.count()), streams.arena);

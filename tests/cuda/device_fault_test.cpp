@@ -231,6 +231,31 @@ TEST_F(DeviceFault, WaitsThatFailLoseNothing) {
   EXPECT_GT(fail_each_call("cudaStreamWaitEvent", &run_behind_a_consumer), 0);
 }
 
+// Case 2.
+TEST_F(DeviceFault, PageLockThatIsRefusedIsATypedError) {
+  const TemporaryDirectory directory;
+  const auto manager = create_manager(with_disk(directory), {.devices = make_cuda_layer()});
+  const Handle handle = value(*manager, 16 * kMiB, 7);
+  const std::string limit = std::to_string(simcuda_pinned_bytes() + 4 * kMiB);
+  ASSERT_EQ(simcuda_set("pinned_limit", limit.c_str()), 0) << simcuda_message();
+  try {
+    manager->ensure(handle, kPinned);
+    ADD_FAILURE() << "more than may be locked";
+  } catch (const PageLockError& error) {
+    EXPECT_EQ(error.requested, Bytes(16 * kMiB));
+  }
+  // The buffers for staging are not to be had either, which is found out later.
+  const ActionReport staged = manager->ensure(handle, kDevice);
+  EXPECT_THROW(staged.wait(), TransferError);
+  ASSERT_EQ(simcuda_set("pinned_limit", "none"), 0);
+  EXPECT_EQ(places(*manager, handle), std::vector{kHost});
+  manager->ensure(handle, kDevice).wait();
+  EXPECT_TRUE(holds(*manager, handle, kDevice, 7));
+  manager->move(handle, kPinned).wait();
+  manager->audit();
+  manager->close();
+}
+
 TEST_F(DeviceFault, MemoryThatCannotBeUnlockedIsNotGivenBack) {
   const auto layer = make_cuda_layer();
   TensorResident fields({{"x", at::empty({100'000}, at::TensorOptions().dtype(at::kByte))}});

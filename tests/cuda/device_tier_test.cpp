@@ -11,6 +11,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include "residency/aten/manager.h"
+#include "residency/core/errors.h"
 #include "residency/cuda/cuda_layer.h"
 #include "tests/aten/fixture.h"
 #include "tests/cuda/fixture.h"
@@ -342,6 +343,45 @@ TEST_F(DeviceTier, SmallCopiesShareAnEvent) {
   for (int i = 0; i < kNumValues; ++i) {
     EXPECT_EQ(byte_of(handles[static_cast<std::size_t>(i)], kPinned), i);
   }
+}
+
+// Case 29.
+TEST_F(DeviceTier, CaptureStaysValidAndUsesWhatIsThere) {
+  const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool();
+  const Handle there = value(kMiB, 3);
+  const Handle elsewhere = value(kMiB, 4);
+  for (const Handle& handle : {there, elsewhere}) {
+    manager_->move(handle, kPinned).wait();
+  }
+  manager_->ensure(there, kDevice).wait();
+  const at::Tensor read = page_locked(kMiB);
+  std::memset(read.mutable_data_ptr(), 0, kMiB);
+  const c10::cuda::CUDAStreamGuard guard(stream);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+
+  Lease lease = manager_->acquire(one(there), kDevice);
+  ASSERT_EQ(cudaMemcpyAsync(read.mutable_data_ptr(), tensors(lease, there)["x"].const_data_ptr(),
+                            kMiB, cudaMemcpyDeviceToHost, stream),
+            cudaSuccess);
+  EXPECT_THROW(manager_->ensure(elsewhere, kDevice), CaptureError);
+  EXPECT_THROW(manager_->ensure(elsewhere, kOther), CaptureError);
+  EXPECT_THROW(lease.release(), CaptureError) << "its use would become part of the graph";
+  // What others do meanwhile does not disturb it.
+  std::thread([&] { manager_->ensure(elsewhere, kOther).wait(); }).join();
+
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  cudaGraphExec_t replayed = nullptr;
+  ASSERT_EQ(cudaGraphInstantiate(&replayed, graph, 0), cudaSuccess);
+  ASSERT_EQ(cudaGraphLaunch(replayed, stream), cudaSuccess);
+  lease.release();
+  stream.synchronize();
+  EXPECT_EQ(static_cast<const char*>(read.const_data_ptr())[kMiB - 1], 3);
+  manager_->ensure(elsewhere, kDevice);
+  EXPECT_EQ(byte_of(elsewhere, kDevice), 4);
+  EXPECT_EQ(byte_of(elsewhere, kOther), 4);
+  EXPECT_EQ(cudaGraphExecDestroy(replayed), cudaSuccess);
+  EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
 }
 
 // Case 30, as far as the arenas' live bytes go.
