@@ -436,6 +436,56 @@ TEST_F(DeviceTier, PredictedPeaksAreThoseOfTheArenas) {
   }
 }
 
+TEST_F(DeviceTier, AddressesAndPeaksDoNotDependOnWhenWorkCompletes) {
+  if (!simulated()) {
+    GTEST_SKIP() << "only the simulated runtime can be told to dawdle";
+  }
+  // Offsets, as where a segment lies is the caching allocator's affair.
+  const auto run = [&](const char* jitter, const char* seed) {
+    EXPECT_EQ(simcuda_set("jitter", jitter), 0) << simcuda_message();
+    EXPECT_EQ(simcuda_set("seed", seed), 0) << simcuda_message();
+    const std::shared_ptr<DeviceLayer> layer = make_cuda_layer();
+    manager_ = make(layer);
+    std::mt19937 random(7);
+    std::vector<Handle> handles;
+    for (int i = 0; i < 12; ++i) {
+      handles.push_back(value(static_cast<std::int64_t>(1 + random() % 3'000'000), i));
+      manager_->move(handles.back(), kPinned).wait();
+    }
+    const void* base = nullptr;
+    std::vector<std::int64_t> seen;
+    for (int step = 0; step < 300; ++step) {
+      const Handle handle = handles[random() % handles.size()];
+      const Location to = random() % 2 == 0 ? kDevice : kPinned;
+      manager_->move(handle, to);
+      if (to == kDevice) {
+        Lease lease = manager_->acquire(one(handle), kDevice);
+        const void* data = tensors(lease, handle)["x"].const_data_ptr();
+        lease.release();
+        base = base == nullptr ? data : base;
+        const auto offset = static_cast<const char*>(data) - static_cast<const char*>(base);
+        seen.push_back(layer->usage(kDevice).segments > Bytes(10 * kMiB) ? -1 : offset);
+      }
+      for (const Location at : {kDevice, kPinned}) {
+        const DeviceLayer::Usage usage = layer->usage(at);
+        for (const Bytes bytes : {usage.live, usage.peak_live, usage.segments}) {
+          seen.push_back(bytes.count());
+        }
+      }
+    }
+    for (int i = 0; i < 12; ++i) {
+      manager_->move(handles[static_cast<std::size_t>(i)], kPinned);
+      EXPECT_EQ(byte_of(handles[static_cast<std::size_t>(i)], kPinned), i);
+    }
+    manager_->close();
+    return seen;
+  };
+  const std::vector<std::int64_t> at_once = run("0", "1");
+  EXPECT_EQ(run("300us", "1"), at_once);
+  EXPECT_EQ(run("300us", "2"), at_once);
+  EXPECT_EQ(simcuda_set("jitter", "0"), 0);
+}
+
 TEST_F(DeviceTier, LockedBytesAreHardlyMoreThanWhatIsBooked) {
   if (!simulated()) {
     GTEST_SKIP() << "only the simulated runtime counts";
