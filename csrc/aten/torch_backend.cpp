@@ -17,6 +17,7 @@
 #include <fmt/format.h>
 
 #include "csrc/aten/file_tier.h"
+#include "csrc/aten/profiler_range.h"
 #include "csrc/aten/transfer_worker.h"
 #include "residency/aten/tensor_block.h"
 #include "residency/core/errors.h"
@@ -378,6 +379,7 @@ bool TorchBackend::is_shared(const Block& block) const {
 }
 
 CopyResult TorchBackend::copy(const CopyRequest& request) {
+  const ProfilerRange range(request.from, request.to);
   state_->retirement->free_completed();
   if (const std::string why = why_unavailable(request.to); !why.empty()) {
     throw UnavailableError(fmt::format("{}: {}", to_string(request.to), why));
@@ -426,8 +428,10 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
     result.ready = state_->start(
         TransferWorker::Kind::kDisk,
         [from_memory, from_file, file, after = std::move(after), stream = request.stream,
-         devices = state_->options.devices](FileIo& io, const std::atomic<bool>& abandon) {
+         devices = state_->options.devices, from = request.from,
+         to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
           wait_for_all(after);
+          const ProfilerRange range(from, to);
           if (from_file != nullptr) {
             file->tier()->copy(*from_file, *file, abandon, io);
           } else if (from_memory->location().is_cuda()) {
@@ -447,9 +451,10 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
   result.ready = state_->start(
       from_file != nullptr ? TransferWorker::Kind::kDisk : TransferWorker::Kind::kStaging,
       [from_memory, from_file, target = room.block, after = std::move(after),
-       stream = request.stream,
-       devices = state_->options.devices](FileIo& io, const std::atomic<bool>& abandon) {
+       stream = request.stream, devices = state_->options.devices, from = request.from,
+       to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
         wait_for_all(after);
+        const ProfilerRange range(from, to);
         const bool to_device = target->location().is_cuda();
         if (from_file != nullptr && to_device) {
           const auto on_host = TensorBlock::allocate(target->tensor_layout());
