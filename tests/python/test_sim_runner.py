@@ -194,6 +194,29 @@ def test_out_of_memory_in_backward_names_the_line_that_called_it(sim_process):
     assert (event["steps"], event["backwards"]) == (0, 1)
 
 
+def test_a_step_that_failed_leaves_nothing_behind(sim_process):
+    code = """
+        import gc
+        import torch
+        gc.disable()
+
+        def step(num_mib):
+            kept = []
+            for _ in range(4):
+                kept.append(torch.empty(num_mib << 20, dtype=torch.uint8, device="cuda"))
+
+        for num_mib in (400, 300, 200):
+            try:
+                step(num_mib)
+                print("fits", num_mib)
+            except torch.OutOfMemoryError:
+                print("too large", num_mib)
+            print(torch.cuda.memory_allocated())
+    """
+    run = sim_process.run_code(code, "--memory=1GiB", "--dry")
+    assert run.output == "too large 400\n0\ntoo large 300\n0\nfits 200\n0\n", run.errors
+
+
 def test_peaks_that_the_script_resets_are_kept(sim_process):
     code = """
         import torch

@@ -169,7 +169,8 @@ class RESIDENCY_API Manager {
   /// in flight; a transfer that fails then is in the trace, and nobody is owed its error any more.
   void close(const CloseOptions& options = {});
 
-  /// Recounts the ledger from the values and throws `std::logic_error` with every difference. For
+  /// Recounts the ledger from the values, while no other call is under way (what one has charged is
+  /// not yet a value's), and throws `std::logic_error` with every difference. For
   /// tests: O(values).
   void audit() const;
 
