@@ -26,3 +26,18 @@ def test_what_the_host_reads_is_zeros(sim_process):
     run = sim_process.run_code(code, "--dry")
     assert run.status == 0, run.errors
     assert run.output == f"{[0.0] * 7 + [7.0, 0.0]}\n"
+
+
+def test_reading_a_value_costs_what_it_costs_computing(sim_process):
+    code = """
+        import torch
+        x = torch.ones(1000, 1000, device="cuda")
+        for _ in range(3):
+            (x @ x).sum().item()
+            (x > 2).any().item()
+    """
+    computing = sim_process.run_code(code).report
+    dry = sim_process.run_code(code, "--dry").report
+    for report in (computing, dry):
+        del report["pid"], report["card"]["mode"]
+    assert dry == computing

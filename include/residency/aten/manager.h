@@ -73,6 +73,7 @@ RESIDENCY_API void assign(Manager& manager, const Handle& handle, const TensorRe
 
 /// The tensors of a leased value: shallow copies made at the first call, valid as long as the
 /// lease. Writing to them without a write lease is an `UndeclaredWriteError` when the lease ends.
+/// Giving one of them another storage (`set_`) changes that copy and not the value.
 /// Throws what `Lease::view` throws.
 [[nodiscard]] RESIDENCY_API const TensorResident& tensors(const Lease& lease, const Handle& handle);
 

@@ -134,13 +134,15 @@ def load_operators() -> None:
 def _wait_for_autograd(pid: int) -> None:
     """Wait until autograd's threads hold nothing of Python any more; at the end of the process.
 
-    The thread of a device frees the exception of a failed backward pass after the script has it.
-    It needs the interpreter for that, and where the interpreter has ended meanwhile the process is
-    aborted; on a real card it is the same race. A thread that runs another pass is done with it.
+    The thread of a device frees what a backward pass had of Python (its context, the exception that
+    ended it) after the script goes on. It needs the interpreter for that, and where that has ended
+    meanwhile the process is aborted; on a real card it is the same race. A thread that runs another
+    pass is done with it.
     """
     import torch
 
-    if os.getpid() != pid or not torch.cuda.is_initialized():
+    threads = Path("/proc/self/task").glob("*/comm")
+    if os.getpid() != pid or not any("pt_autograd" in _read(name) for name in threads):
         return
 
     def run_passes() -> None:
@@ -149,12 +151,23 @@ def _wait_for_autograd(pid: int) -> None:
             for device in range(torch.cuda.device_count()):
                 # Without elements: nothing is allocated and nothing launched.
                 x = torch.empty(0, device=f"cuda:{device}", requires_grad=True)
-                x.clone().backward(x.detach())
+                # The engine itself: Tensor.backward would give the pass a context of Python's.
+                torch.autograd.Variable._execution_engine.run_backward(
+                    (x.clone(),), (x.detach(),), False, False, (), True, True
+                )
 
-    # A pass of the script may never end, and the process ends all the same.
+    # A pass of the script may never end, and the process ends all the same. The time is enough on a
+    # machine with much to do: this thread too must not be in a pass when the interpreter has ended.
     thread = threading.Thread(target=run_passes, daemon=True)
     thread.start()
-    thread.join(timeout=1)
+    thread.join(timeout=5)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""  # the thread has ended
 
 
 def check_allocator() -> None:
