@@ -72,6 +72,19 @@ function(residency_library name)
     DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/residency)
 endfunction()
 
+# Lets a program of ours use residency_cuda and torch's CUDA code on the simulated runtime, or on the
+# GPU where there is one. The same program serves both; which libcudart.so.13 it gets is decided when
+# it starts.
+function(residency_cuda_program target)
+  target_include_directories(${target} SYSTEM PRIVATE ${RESIDENCY_CUDA_TOOLKIT_INCLUDE_DIR})
+  # Before torch, so that the loader meets this libcudart first. A linker need not look for what
+  # torch's libraries themselves need.
+  target_link_libraries(${target} PRIVATE simcuda_cudart ${CMAKE_DL_LIBS} residency::cuda
+    ${ResidencyTorch_LIBRARY_DIR}/libtorch_cuda.so ${ResidencyTorch_LIBRARY_DIR}/libc10_cuda.so)
+  target_link_options(${target} PRIVATE -Wl,--no-as-needed)
+  add_dependencies(${target} simcuda_cuda simcuda_nvml)
+endfunction()
+
 # One test program of GoogleTest cases, each a ctest of its own under LABEL. The cases are asked of
 # the program when ctest starts, not when it is linked, so that a crash at start is a failed test
 # and not a failed build.

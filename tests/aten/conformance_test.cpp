@@ -1,7 +1,5 @@
 // The torch backend, in host memory and in files, passes the suite that every backend passes.
 
-#include <atomic>
-#include <cerrno>
 #include <cstring>
 
 #include <ATen/ops/empty.h>
@@ -15,16 +13,7 @@
 namespace residency::conformance {
 namespace {
 
-/// Reads and writes that fail while they are told to.
-struct BreakableCalls final : SystemCalls {
-  std::atomic<bool> broken{false};
-  ssize_t preadv(int file, const iovec* pieces, int num_pieces, off_t at) override {
-    return broken ? -EIO : SystemCalls::preadv(file, pieces, num_pieces, at);
-  }
-  ssize_t pwritev(int file, const iovec* pieces, int num_pieces, off_t at) override {
-    return broken ? -EIO : SystemCalls::pwritev(file, pieces, num_pieces, at);
-  }
-};
+using residency::testing::BreakableCalls;
 
 struct TorchHarness {
   TorchHarness() {
@@ -45,17 +34,7 @@ struct TorchHarness {
   static std::vector<Location> locations() {
     return {Location::pageable_host(), Location::disk("a"), Location::disk("b")};
   }
-  static std::vector<std::pair<Location, Location>> copies() {
-    std::vector<std::pair<Location, Location>> pairs;
-    for (const Location from : locations()) {
-      for (const Location to : locations()) {
-        if (from != to) {
-          pairs.emplace_back(from, to);
-        }
-      }
-    }
-    return pairs;
-  }
+  static std::vector<std::pair<Location, Location>> copies() { return all_pairs(locations()); }
   static std::vector<Location> chain() {
     return {Location::pageable_host(), Location::disk("a"), Location::disk("b"),
             Location::pageable_host()};

@@ -200,6 +200,17 @@ class FaultySystemCalls final : public SystemCalls {
   std::string name_;
 };
 
+/// Reads and writes that fail while they are told to.
+struct BreakableCalls final : SystemCalls {
+  std::atomic<bool> broken{false};
+  ssize_t preadv(int file, const iovec* pieces, int num_pieces, off_t at) override {
+    return broken ? -EIO : SystemCalls::preadv(file, pieces, num_pieces, at);
+  }
+  ssize_t pwritev(int file, const iovec* pieces, int num_pieces, off_t at) override {
+    return broken ? -EIO : SystemCalls::pwritev(file, pieces, num_pieces, at);
+  }
+};
+
 /// Options with one disk tier.
 inline ManagerOptions with_disk(const std::filesystem::path& directory) {
   ManagerOptions options;

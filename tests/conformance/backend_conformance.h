@@ -34,6 +34,20 @@
 ///   };
 namespace residency::conformance {
 
+/// For a harness's `copies`, where every location is copied to every other.
+inline std::vector<std::pair<Location, Location>> all_pairs(
+    const std::vector<Location>& locations) {
+  std::vector<std::pair<Location, Location>> pairs;
+  for (const Location from : locations) {
+    for (const Location to : locations) {
+      if (from != to) {
+        pairs.emplace_back(from, to);
+      }
+    }
+  }
+  return pairs;
+}
+
 /// A source that calls a function.
 class FunctionSource final : public Source {
  public:

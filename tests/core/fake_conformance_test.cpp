@@ -31,17 +31,7 @@ struct FakeHarness {
     all.push_back(Location::disk("b"));
     return all;
   }
-  static std::vector<std::pair<Location, Location>> copies() {
-    std::vector<std::pair<Location, Location>> pairs;
-    for (const Location from : locations()) {
-      for (const Location to : locations()) {
-        if (from != to) {
-          pairs.emplace_back(from, to);
-        }
-      }
-    }
-    return pairs;
-  }
+  static std::vector<std::pair<Location, Location>> copies() { return all_pairs(locations()); }
   static std::vector<Location> chain() {
     return {test::kPinned, test::kCuda0, test::kCuda1, test::kPinned};
   }

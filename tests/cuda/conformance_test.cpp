@@ -1,7 +1,5 @@
 // The torch backend with devices and page-locked memory passes the suite that every backend passes.
 
-#include <atomic>
-#include <cerrno>
 #include <cstring>
 #include <optional>
 
@@ -18,17 +16,8 @@
 namespace residency::conformance {
 namespace {
 
+using residency::testing::BreakableCalls;
 using residency::testing::simulated;
-
-struct BreakableCalls final : SystemCalls {
-  std::atomic<bool> broken{false};
-  ssize_t preadv(int file, const iovec* pieces, int num_pieces, off_t at) override {
-    return broken ? -EIO : SystemCalls::preadv(file, pieces, num_pieces, at);
-  }
-  ssize_t pwritev(int file, const iovec* pieces, int num_pieces, off_t at) override {
-    return broken ? -EIO : SystemCalls::pwritev(file, pieces, num_pieces, at);
-  }
-};
 
 struct CudaHarness : residency::testing::CudaTest {
   CudaHarness() {
@@ -56,17 +45,7 @@ struct CudaHarness : residency::testing::CudaTest {
     all.push_back(Location::disk("a"));
     return all;
   }
-  static std::vector<std::pair<Location, Location>> copies() {
-    std::vector<std::pair<Location, Location>> pairs;
-    for (const Location from : locations()) {
-      for (const Location to : locations()) {
-        if (from != to) {
-          pairs.emplace_back(from, to);
-        }
-      }
-    }
-    return pairs;
-  }
+  static std::vector<std::pair<Location, Location>> copies() { return all_pairs(locations()); }
   static std::vector<Location> chain() {
     return {Location::pageable_host(), Location::pinned_host(), Location::cuda(0),
             Location::cuda(1),         Location::pinned_host(), Location::cuda(1),

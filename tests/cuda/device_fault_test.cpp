@@ -1,9 +1,7 @@
 // Each CUDA call that the moves make fails once, and devices are lost: typed errors, no value lost,
 // and the manager works on. Only on the simulated runtime, which can be told to fail.
 
-#include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <new>
 
@@ -16,13 +14,10 @@
 #include "residency/cuda/cuda_layer.h"
 #include "tests/aten/fixture.h"
 #include "tests/cuda/fixture.h"
+#include "tests/cuda/tier_fixture.h"
 
 namespace residency::testing {
 namespace {
-
-const Location kPinned = Location::pinned_host();
-const Location kDevice = Location::cuda(0);
-const Location kOther = Location::cuda(1);
 
 class DeviceFault : public CudaTest {
  protected:
@@ -33,22 +28,11 @@ class DeviceFault : public CudaTest {
   }
 
   static Handle value(Manager& manager, std::int64_t nbytes, int byte) {
-    at::Tensor tensor = at::empty({nbytes}, at::TensorOptions().dtype(at::kByte));
-    std::memset(tensor.mutable_data_ptr(), byte, static_cast<std::size_t>(nbytes));
-    TensorResident fields({{"x", std::move(tensor)}});
-    return adopt(manager, std::move(fields),
-                 {.mode = ReplicaMode::kReplicable, .mutability = Mutability::kMutable});
+    return testing::value(manager, nbytes, byte, Mutability::kMutable);
   }
   static bool holds(Manager& manager, const Handle& handle, Location at, int byte) {
-    Lease lease = manager.acquire(one(handle), at);
-    const at::Tensor tensor = tensors(lease, handle)["x"];
-    std::vector<char> found(static_cast<std::size_t>(tensor.numel()));
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(found.data(), tensor.const_data_ptr(), found.size(), cudaMemcpyDefault),
-              cudaSuccess);
-    lease.release();
-    return std::all_of(found.begin(), found.end(),
-                       [&](char each) { return each == static_cast<char>(byte); });
+    return byte_of(manager, handle, at) == byte;
   }
   /// The good materializations of a value.
   static std::vector<Location> places(const Manager& manager, const Handle& handle) {

@@ -1,6 +1,5 @@
 // Values on devices and in page-locked memory, through the manager. Cases 6 to 10 of the field.
 
-#include <algorithm>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -15,13 +14,10 @@
 #include "residency/cuda/cuda_layer.h"
 #include "tests/aten/fixture.h"
 #include "tests/cuda/fixture.h"
+#include "tests/cuda/tier_fixture.h"
 
 namespace residency::testing {
 namespace {
-
-const Location kPinned = Location::pinned_host();
-const Location kDevice = Location::cuda(0);
-const Location kOther = Location::cuda(1);
 
 class DeviceTier : public CudaTest {
  protected:
@@ -41,32 +37,10 @@ class DeviceTier : public CudaTest {
                                        ManagerOptions options = {}) {
     return create_manager(std::move(options), {.devices = std::move(layer)});
   }
-  /// A value in pageable memory whose bytes are all `byte`.
   Handle value(std::int64_t nbytes, int byte, Mutability mutability = Mutability::kImmutable) {
-    at::Tensor tensor = at::empty({nbytes}, at::TensorOptions().dtype(at::kByte));
-    std::memset(tensor.mutable_data_ptr(), byte, static_cast<std::size_t>(nbytes));
-    TensorResident fields({{"x", std::move(tensor)}});
-    return adopt(*manager_, std::move(fields),
-                 {.mode = ReplicaMode::kReplicable, .mutability = mutability});
+    return testing::value(*manager_, nbytes, byte, mutability);
   }
-  /// The value's bytes where it is, all equal, or -1.
-  int byte_of(const Handle& handle, Location at) {
-    Lease lease = manager_->acquire(one(handle), at);
-    const at::Tensor tensor = tensors(lease, handle)["x"];
-    std::vector<unsigned char> found(static_cast<std::size_t>(tensor.numel()));
-    if (at.is_cuda()) {
-      current(at).synchronize();
-    }
-    EXPECT_EQ(cudaMemcpy(found.data(), tensor.const_data_ptr(), found.size(), cudaMemcpyDefault),
-              cudaSuccess);
-    lease.release();
-    const bool equal = std::all_of(found.begin(), found.end(),
-                                   [&](unsigned char each) { return each == found.front(); });
-    return equal ? found.front() : -1;
-  }
-  static c10::cuda::CUDAStream current(Location at) {
-    return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(at.cuda_index()));
-  }
+  int byte_of(const Handle& handle, Location at) { return testing::byte_of(*manager_, handle, at); }
   static Stream named(const c10::cuda::CUDAStream& stream) {
     return {Location::cuda(stream.device_index()), stream.id()};
   }
