@@ -197,7 +197,7 @@ std::vector<SafetensorsField> fields_of(const Layer& layer, const SafetensorsFil
 /// The layer's tensors in memory of their own.
 TensorResident load(const Layer& layer, const SafetensorsFile& checkpoint) {
   const BlockPtr block = checkpoint.source(fields_of(layer, checkpoint))->load();
-  return dynamic_cast<const TensorBlock&>(*block).tensors();
+  return dynamic_cast<TensorBlock&>(*block).tensors();
 }
 
 Weights weights_of(const TensorResident& value) {

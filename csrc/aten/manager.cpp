@@ -28,8 +28,8 @@ bool holds_same_bytes(const TensorLayout& left, const TensorLayout& right) {
                     });
 }
 
-const TensorBlock& as_tensors(const BlockPtr& block) {
-  const auto* tensors = dynamic_cast<const TensorBlock*>(block.get());
+TensorBlock& as_tensors(const BlockPtr& block) {
+  auto* tensors = dynamic_cast<TensorBlock*>(block.get());
   if (tensors == nullptr) {
     throw MaterializationError("the value is not one of tensors in memory");
   }

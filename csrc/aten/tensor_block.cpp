@@ -20,32 +20,6 @@
 namespace residency {
 namespace {
 
-// Note [Packs]
-// ~~~~~~~~~~~~
-// The unique storages of a materialization lie in one allocation at aligned offsets. Each has its
-// own StorageImpl of its exact bytes, whose DataPtr points into the pack and holds a reference on
-// it. So offsets, `untyped_storage()`, saving, tie detection and version counters are as the user
-// made them, and a tensor that outlives its block keeps the memory. Views of one storage would not
-// do: offsets change, saving a small field writes the whole pack, and fields that share bytes get
-// separate version counters.
-struct Pack {
-  std::atomic<std::uint32_t> num_references{0};
-  at::DataPtr memory;
-};
-
-void release_pack(void* context) {
-  auto* pack = static_cast<Pack*>(context);
-  if (pack->num_references.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    delete pack;
-  }
-}
-
-at::DataPtr refer_to(Pack* pack, std::size_t offset) {
-  pack->num_references.fetch_add(1, std::memory_order_relaxed);
-  return {static_cast<std::byte*>(pack->memory.get()) + offset, pack, &release_pack,
-          pack->memory.device()};
-}
-
 // Modes and interpreters of Python must not see these copies, nor may a dispatch mode replace them.
 class BelowPython {
  public:
@@ -117,11 +91,36 @@ class EscapeFence final : public Fence {
 
 }  // namespace
 
+// Note [Packs]
+// ~~~~~~~~~~~~
+// The unique storages of a materialization lie in one allocation at aligned offsets. Each has its
+// own StorageImpl of its exact bytes, whose DataPtr points into the pack and holds a reference on
+// it. So offsets, `untyped_storage()`, saving, tie detection and version counters are as the user
+// made them, and a tensor that outlives its block keeps the memory. Views of one storage would not
+// do: offsets change, saving a small field writes the whole pack, and fields that share bytes get
+// separate version counters.
+struct TensorBlock::Pack {
+  std::atomic<std::uint32_t> num_references{0};
+  at::DataPtr memory;
+
+  explicit Pack(at::DataPtr pack_memory) noexcept : memory(std::move(pack_memory)) {}
+
+  [[nodiscard]] at::DataPtr refer_to(Bytes offset) {
+    num_references.fetch_add(1, std::memory_order_relaxed);
+    return {static_cast<std::byte*>(memory.get()) + offset.count(), this, &release,
+            memory.device()};
+  }
+  static void release(void* context) {
+    auto* pack = static_cast<Pack*>(context);
+    if (pack->num_references.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      delete pack;
+    }
+  }
+};
+
 TensorBlock::TensorBlock(Key, std::shared_ptr<const TensorLayout> layout, Location location,
                          bool packed)
-    : layout_(std::move(layout)), location_(location), packed_(packed) {
-  storages_.resize(layout_->storages().size());
-}
+    : layout_(std::move(layout)), location_(location), packed_(packed) {}
 
 TensorBlock::~TensorBlock() {
   if (kept_view_ != nullptr) {
@@ -141,6 +140,7 @@ std::shared_ptr<TensorBlock> TensorBlock::adopt(const TensorResident& value) {
   const bool same = *checked.layout() == *value.layout();
   auto block = std::make_shared<TensorBlock>(Key{}, same ? value.layout() : checked.layout(),
                                              checked.location(), false);
+  block->storages_.resize(block->layout_->storages().size());
   const auto& layouts = block->layout_->fields();
   for (std::size_t i = 0; i < checked.size(); ++i) {
     const FieldLayout& field = layouts[i];
@@ -171,24 +171,40 @@ std::shared_ptr<TensorBlock> TensorBlock::allocate(std::shared_ptr<const TensorL
 
 std::shared_ptr<TensorBlock> TensorBlock::pack(std::shared_ptr<const TensorLayout> layout,
                                                Location location, at::DataPtr memory) {
-  const BelowPython below;
   auto block = std::make_shared<TensorBlock>(Key{}, std::move(layout), location, true);
-  const c10::Device device = memory.device();
-  auto* pack = new Pack{{}, std::move(memory)};
-  // Keeps the pack for as long as its storages are being made.
-  const at::DataPtr keep = refer_to(pack, 0);
-  const TensorLayout& made = *block->layout_;
-  for (std::uint32_t i = 0; i < block->storages_.size(); ++i) {
-    const std::int64_t nbytes = made.storages()[i].count();
-    at::DataPtr data = nbytes == 0
-                           ? at::DataPtr(nullptr, device)
-                           : refer_to(pack, static_cast<std::size_t>(made.pack_offset(i).count()));
-    block->storages_[i].storage = c10::Storage(c10::Storage::use_byte_size_t(), c10::SymInt(nbytes),
-                                               std::move(data), nullptr, false);
+  block->pack_data_ = block->layout_->packed_bytes() == Bytes() ? nullptr : memory.get();
+  block->memory_ = std::move(memory);
+  return block;
+}
+
+void TensorBlock::make_tensors() {
+  if (has_tensors_.load(std::memory_order_acquire)) {
+    return;
   }
-  std::vector<const c10::TensorImpl*> first(block->storages_.size(), nullptr);
-  for (const FieldLayout& field : made.fields()) {
-    at::Tensor tensor = make_tensor(field, block->storages_[field.storage].storage);
+  const BelowPython below;
+  const std::lock_guard lock(making_mutex_);
+  if (has_tensors_.load(std::memory_order_relaxed)) {
+    return;
+  }
+  if (shared_ == nullptr) {
+    auto pack = std::make_unique<Pack>(at::DataPtr());
+    pack->memory = std::move(memory_);
+    shared_ = pack.release();
+    memory_ = shared_->refer_to(Bytes());
+  }
+  std::vector<StorageEntry> storages(layout_->storages().size());
+  for (std::uint32_t i = 0; i < storages.size(); ++i) {
+    const std::size_t nbytes = num_bytes_of(i);
+    at::DataPtr data = nbytes == 0 ? at::DataPtr(nullptr, memory_.device())
+                                   : shared_->refer_to(layout_->pack_offset(i));
+    storages[i].storage = c10::Storage(c10::Storage::use_byte_size_t(),
+                                       c10::SymInt(static_cast<std::int64_t>(nbytes)),
+                                       std::move(data), nullptr, false);
+  }
+  std::vector<const c10::TensorImpl*> first(storages.size(), nullptr);
+  std::vector<at::Tensor> tensors;
+  for (const FieldLayout& field : layout_->fields()) {
+    at::Tensor tensor = make_tensor(field, storages[field.storage].storage);
     c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
     if (impl->version_counter().enabled()) {
       if (first[field.storage] == nullptr) {
@@ -197,33 +213,51 @@ std::shared_ptr<TensorBlock> TensorBlock::pack(std::shared_ptr<const TensorLayou
         impl->set_version_counter(first[field.storage]->version_counter());
       }
     }
-    block->tensors_.push_back(std::move(tensor));
+    tensors.push_back(std::move(tensor));
   }
-  block->enter_storages();
-  return block;
+  known_versions_.resize(tensors.size());
+  tensors_ = std::move(tensors);
+  storages_ = std::move(storages);
+  enter_storages();
 }
 
 void TensorBlock::enter_storages() {
   for (const FieldLayout& field : layout_->fields()) {
     ++storages_[field.storage].num_fields;
   }
-  for (StorageEntry& entry : storages_) {
-    c10::StorageImpl* storage = entry.storage.unsafeGetStorageImpl();
-    entry.nbytes = storage->nbytes();
-    entry.data = entry.nbytes == 0 ? nullptr : storage->mutable_data();
+  for (std::size_t i = 0; i < storages_.size(); ++i) {
+    StorageEntry& entry = storages_[i];
+    entry.data =
+        num_bytes_of(i) == 0 ? nullptr : entry.storage.unsafeGetStorageImpl()->mutable_data();
   }
   known_versions_.resize(tensors_.size());
-  accept_contents(false);
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    known_versions_[i] = version_of(tensors_[i]);
+  }
+  has_tensors_.store(true, std::memory_order_release);
+}
+
+void* TensorBlock::storage_data(std::uint32_t storage) const {
+  if (!packed_) {
+    return storages_.at(storage).data;
+  }
+  const Bytes offset = layout_->pack_offset(storage);
+  return num_bytes_of(storage) == 0 ? nullptr
+                                    : static_cast<std::byte*>(pack_data_) + offset.count();
 }
 
 std::shared_ptr<TensorBlock> TensorBlock::clone() const {
   auto copy = allocate(layout_);
-  for (std::size_t i = 0; i < storages_.size(); ++i) {
-    if (storages_[i].nbytes != 0) {
-      std::memcpy(copy->storages_[i].data, storages_[i].data, storages_[i].nbytes);
+  copy_on_host(*copy);
+  return copy;
+}
+
+void TensorBlock::copy_on_host(const TensorBlock& target) const {
+  for (std::uint32_t i = 0; i < layout_->storages().size(); ++i) {
+    if (const std::size_t nbytes = num_bytes_of(i); nbytes != 0) {
+      std::memcpy(target.storage_data(i), storage_data(i), nbytes);
     }
   }
-  return copy;
 }
 
 std::vector<AddressRange> TensorBlock::address_ranges() const {
@@ -235,49 +269,44 @@ std::vector<AddressRange> TensorBlock::address_ranges() const {
   return ranges;
 }
 
-TensorResident TensorBlock::tensors() const {
+TensorResident TensorBlock::tensors() {
+  make_tensors();
   return {layout_, tensors_, location_};
 }
 
 std::vector<iovec> TensorBlock::storages() const {
   std::vector<iovec> pieces;
   for (const std::uint32_t storage : layout_->order()) {
-    const StorageEntry& entry = storages_[storage];
-    if (entry.nbytes == 0) {
+    const std::size_t nbytes = num_bytes_of(storage);
+    if (nbytes == 0) {
       continue;
     }
+    void* const data = storage_data(storage);
     if (!pieces.empty() &&
-        static_cast<std::byte*>(pieces.back().iov_base) + pieces.back().iov_len == entry.data) {
-      pieces.back().iov_len += entry.nbytes;
+        static_cast<std::byte*>(pieces.back().iov_base) + pieces.back().iov_len == data) {
+      pieces.back().iov_len += nbytes;
     } else {
-      pieces.push_back({entry.data, entry.nbytes});
+      pieces.push_back({data, nbytes});
     }
   }
   return pieces;
 }
 
-void* TensorBlock::pack_data() const noexcept {
-  if (packed_) {
-    for (std::uint32_t i = 0; i < storages_.size(); ++i) {
-      if (storages_[i].nbytes != 0) {
-        return static_cast<std::byte*>(storages_[i].data) - layout_->pack_offset(i).count();
-      }
-    }
-  }
-  return nullptr;
-}
-
 bool TensorBlock::owns_memory() const noexcept {
   return std::none_of(storages_.begin(), storages_.end(), [](const StorageEntry& entry) {
-    return entry.nbytes != 0 && entry.storage.data_ptr().get_context() == nullptr;
+    return entry.data != nullptr && entry.storage.data_ptr().get_context() == nullptr;
   });
 }
 
 bool TensorBlock::is_shared() const noexcept {
+  if (!has_tensors_.load(std::memory_order_acquire)) {
+    return false;
+  }
   const std::size_t num_views = num_views_.load(std::memory_order_acquire);
   for (const StorageEntry& entry : storages_) {
     // Zero-byte storages hold no memory that could escape.
-    if (entry.nbytes != 0 && entry.storage.use_count() > 1 + entry.num_fields * (1 + num_views)) {
+    if (entry.data != nullptr &&
+        entry.storage.use_count() > 1 + entry.num_fields * (1 + num_views)) {
       return true;
     }
   }
@@ -290,7 +319,7 @@ FencePtr TensorBlock::watch_escape() const {
   }
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
   for (const StorageEntry& entry : storages_) {
-    if (entry.nbytes != 0) {
+    if (entry.data != nullptr) {
       storages.emplace_back(entry.storage.getWeakStorageImpl());
     }
   }
@@ -303,8 +332,9 @@ void TensorBlock::check_intact() const {
   }
   for (std::size_t i = 0; i < storages_.size(); ++i) {
     const StorageEntry& entry = storages_[i];
+    const std::size_t nbytes = num_bytes_of(i);
     const c10::StorageImpl& storage = *entry.storage.unsafeGetStorageImpl();
-    if (storage.nbytes() == entry.nbytes && (entry.nbytes == 0 || storage.data() == entry.data)) {
+    if (storage.nbytes() == nbytes && (nbytes == 0 || storage.data() == entry.data)) {
       continue;
     }
     for (const FieldLayout& field : layout_->fields()) {
@@ -313,7 +343,7 @@ void TensorBlock::check_intact() const {
             "the storage of field '{}' was resized or given other memory after it was adopted: "
             "expected {} bytes at {}, found {}; give up aliases of adopted tensors, or clone them "
             "before adopting",
-            field.name, entry.nbytes, entry.data, storage.nbytes()));
+            field.name, nbytes, entry.data, storage.nbytes()));
       }
     }
   }
@@ -321,10 +351,11 @@ void TensorBlock::check_intact() const {
 
 std::vector<std::uint64_t> TensorBlock::stamps() const {
   std::vector<std::uint64_t> stamps;
-  stamps.reserve(storages_.size());
-  for (const StorageEntry& entry : storages_) {
+  const auto num_storages = static_cast<std::uint32_t>(layout_->storages().size());
+  stamps.reserve(num_storages);
+  for (std::uint32_t i = 0; i < num_storages; ++i) {
     ContentStamp stamp;
-    stamp.add(entry.data, entry.nbytes);
+    stamp.add(storage_data(i), num_bytes_of(i));
     stamps.push_back(stamp.value());
   }
   return stamps;
@@ -351,8 +382,9 @@ void TensorBlock::accept_contents(bool checksum) {
 }
 
 void TensorBlock::note_contents(bool checksum) {
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    known_versions_[i] = version_of(tensors_[i]);
+  const auto tensors = made_tensors();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    known_versions_[i] = version_of(tensors[i]);
   }
   known_stamps_.clear();
   if (checksum) {
@@ -373,17 +405,19 @@ void TensorBlock::begin_access(bool checksum) {
 std::optional<std::string> TensorBlock::take_undeclared_write(bool checksum) {
   const KnownContentsGuard guard(*this);
   std::optional<std::size_t> written;
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    const std::uint32_t version = version_of(tensors_[i]);
+  const auto tensors = made_tensors();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const std::uint32_t version = version_of(tensors[i]);
     if (version != known_versions_[i]) {
       known_versions_[i] = version;
       written = written.value_or(i);
     }
   }
   if (checksum) {
+    const std::vector<FieldLayout>& fields = layout_->fields();
     auto found = stamps();
-    for (std::size_t i = 0; !known_stamps_.empty() && !written && i < tensors_.size(); ++i) {
-      const std::uint32_t storage = layout_->fields()[i].storage;
+    for (std::size_t i = 0; !known_stamps_.empty() && !written && i < fields.size(); ++i) {
+      const std::uint32_t storage = fields[i].storage;
       if (found[storage] != known_stamps_[storage]) {
         written = i;
       }
@@ -397,7 +431,7 @@ std::optional<std::string> TensorBlock::take_undeclared_write(bool checksum) {
 }
 
 void TensorBlock::count_overwrite() {
-  for (const at::Tensor& tensor : tensors_) {
+  for (const at::Tensor& tensor : made_tensors()) {
     c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
     if (impl->version_counter().enabled()) {
       impl->bump_version();
@@ -436,6 +470,7 @@ TensorView::~TensorView() {
 }
 
 void TensorView::fill() {
+  block_.make_tensors();
   const BelowPython below;
   block_.num_views_.fetch_add(1, std::memory_order_acq_rel);
   is_filled_ = true;

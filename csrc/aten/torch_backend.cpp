@@ -5,7 +5,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -89,17 +88,6 @@ bool goes_on_stream(Location from, Location to) noexcept {
   return is_device_tier(from) && is_device_tier(to) && (from.is_cuda() || to.is_cuda());
 }
 
-/// Storage by storage, between two blocks in host memory.
-void copy_on_host(const TensorBlock& source, const TensorBlock& target) {
-  const std::vector<Bytes>& storages = source.tensor_layout()->storages();
-  for (std::uint32_t i = 0; i < storages.size(); ++i) {
-    if (storages[i] != Bytes()) {
-      std::memcpy(target.storage_data(i), source.storage_data(i),
-                  static_cast<std::size_t>(storages[i].count()));
-    }
-  }
-}
-
 void wait_for_all(const std::vector<FencePtr>& fences) {
   for (const FencePtr& fence : fences) {
     wait_for(fence);
@@ -178,9 +166,9 @@ struct TorchBackend::State {
   FencePtr start(TransferWorker::Kind kind, Work work);
 
   [[nodiscard]] DeviceLayer& devices() const noexcept { return *options.devices; }
-  [[nodiscard]] bool owned_by_devices(const TensorBlock& block) const noexcept {
-    return options.devices != nullptr && options.devices->owns(block);
-  }
+  /// The block to overwrite, if it can be.
+  [[nodiscard]] static std::shared_ptr<TensorBlock> overwritten(const CopyRequest& request,
+                                                                const TensorLayout& layout);
   /// New memory at a location, or the block to overwrite there.
   [[nodiscard]] DeviceLayer::Room room_for(const CopyRequest& request,
                                            const std::shared_ptr<const TensorLayout>& layout);
@@ -226,15 +214,20 @@ FencePtr TorchBackend::State::start(TransferWorker::Kind kind, Work transfer) {
   return fence;
 }
 
+std::shared_ptr<TensorBlock> TorchBackend::State::overwritten(const CopyRequest& request,
+                                                              const TensorLayout& layout) {
+  auto block = as<TensorBlock>(request.overwrite);
+  if (block == nullptr || *block->tensor_layout() != layout) {
+    throw_foreign_block();
+  }
+  block->check_intact();
+  return block;
+}
+
 DeviceLayer::Room TorchBackend::State::room_for(const CopyRequest& request,
                                                 const std::shared_ptr<const TensorLayout>& layout) {
   if (request.overwrite != nullptr) {
-    auto block = as<TensorBlock>(request.overwrite);
-    if (block == nullptr || *block->tensor_layout() != *layout) {
-      throw_foreign_block();
-    }
-    block->check_intact();
-    return {std::move(block), {}};
+    return {overwritten(request, *layout), {}};
   }
   if (request.to == Location::pageable_host()) {
     return {TensorBlock::allocate(layout), {}};
@@ -244,11 +237,12 @@ DeviceLayer::Room TorchBackend::State::room_for(const CopyRequest& request,
 
 CopyResult TorchBackend::State::copy_on_stream(const CopyRequest& request,
                                                const TensorBlock& source) {
-  DeviceLayer::Room room = room_for(request, source.tensor_layout());
-  CopyResult result = devices().copy(request, source, room.block, room.after);
-  if (request.overwrite != nullptr) {
-    room.block->count_overwrite();
+  if (request.overwrite == nullptr) {
+    return devices().copy(request, source, nullptr);
   }
+  const std::shared_ptr<TensorBlock> block = overwritten(request, *source.tensor_layout());
+  CopyResult result = devices().copy(request, source, block);
+  block->count_overwrite();
   return result;
 }
 
@@ -265,7 +259,7 @@ std::shared_ptr<TensorBlock> TorchBackend::State::clone(const TensorBlock& block
   }
   DeviceLayer::Room room = devices().allocate(block.tensor_layout(), block.location());
   wait_for_all(room.after);
-  copy_on_host(block, *room.block);
+  block.copy_on_host(*room.block);
   return std::move(room.block);
 }
 
@@ -378,6 +372,12 @@ bool TorchBackend::is_shared(const Block& block) const {
   return tensors != nullptr && tensors->is_shared();
 }
 
+void TorchBackend::flush() noexcept {
+  if (state_->options.devices != nullptr) {
+    state_->devices().flush();
+  }
+}
+
 CopyResult TorchBackend::copy(const CopyRequest& request) {
   const ProfilerRange range(request.from, request.to);
   state_->retirement->free_completed();
@@ -396,7 +396,11 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
   result.path = path(request.from, request.to);
 
   if (goes_on_stream(request.from, request.to) && from_memory != nullptr) {
-    return state_->copy_on_stream(request, *from_memory);
+    result = state_->copy_on_stream(request, *from_memory);
+    if (range.is_recording()) {
+      flush();  // under its label
+    }
+    return result;
   }
   FileTier* to_disk = request.to.is_disk() ? state_->find_disk(request.to) : nullptr;
   if (request.from == request.to) {
@@ -465,7 +469,7 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
         } else if (to_device || from_memory->location().is_cuda()) {
           devices->copy_staged(*from_memory, *target, stream, abandon);
         } else {
-          copy_on_host(*from_memory, *target);
+          from_memory->copy_on_host(*target);
         }
       });
   if (request.overwrite != nullptr) {
@@ -480,6 +484,7 @@ BlockPtr TorchBackend::reconstruct(Source& source, const ValueSpec& spec, Locati
   if (const std::string why = why_unavailable(at); !why.empty()) {
     throw UnavailableError(fmt::format("{}: {}", to_string(at), why));
   }
+  flush();  // a source may take its time
   const BlockPtr loaded = source.load();
   auto block = as<TensorBlock>(loaded);
   if (block == nullptr) {
@@ -510,9 +515,10 @@ void TorchBackend::release(BlockPtr block, std::vector<FencePtr> after) noexcept
   try {
     state_->retirement->free_completed();
     if (const auto* tensors = as<TensorBlock>(block.get());
-        tensors != nullptr && state_->owned_by_devices(*tensors)) {
-      state_->devices().end_use(
-          *tensors, {.last_uses = std::move(after), .used_by_others = tensors->is_shared()});
+        tensors != nullptr && is_device_tier(tensors->location()) &&
+        state_->options.devices != nullptr &&
+        state_->devices().end_use(*tensors,
+                                  {.last_uses = after, .used_by_others = tensors->is_shared()})) {
       return;
     }
     if (std::any_of(after.begin(), after.end(), is_pending)) {

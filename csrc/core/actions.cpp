@@ -213,7 +213,7 @@ BlockPtr ManagerState::reconstruct(const ValueRecord& record, const Handle& hand
 /// succeed comes before the copy.
 ManagerState::Made ManagerState::make(const ValueRecord& record, const Handle& handle,
                                       const Verdict& verdict, const ActionOptions& options,
-                                      const Inputs& inputs) {
+                                      const Inputs& inputs, bool more_follow) {
   Made made;
   if (inputs.given_up) {
     made.escape_watch = backend_->watch_escape(*inputs.given_up);
@@ -236,6 +236,7 @@ ManagerState::Made ManagerState::make(const ValueRecord& record, const Handle& h
         request.overwrite = inputs.overwrite;
         request.overwrite_after = inputs.overwrite_after;
         request.stream = options.stream;
+        request.more_follow = more_follow;
         CopyResult result = backend_->copy(request);
         made.fence = std::move(result.ready);
         made.path = result.path;
@@ -301,7 +302,7 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
   Made made;
   try {
     const Unlocked unlocked(*this, lock);
-    made = make(record, handle, verdict, options, *inputs);
+    made = make(record, handle, verdict, options, *inputs, /*more_follow=*/plan != nullptr);
     *inputs = Inputs();
     if (closed()) {  // meanwhile: nobody is left to give it to
       unmake(made, nullptr);

@@ -9,6 +9,8 @@ View::~View() = default;
 Source::~Source() = default;
 Backend::~Backend() = default;
 
+void Backend::flush() noexcept {}
+
 Stream Backend::current_stream(Location location) {
   throw std::invalid_argument("this backend has no streams at " + to_string(location));
 }

@@ -199,6 +199,7 @@ PlanReport ManagerState::execute(std::span<const ResidencyAction> actions,
 void ManagerState::run_phase(PlanReport& report, std::span<const ResidencyAction> actions,
                              Phase phase, const PlanName& plan, const RunOptions& options,
                              std::size_t rollback_from) {
+  const FlushAtEnd flush_at_end(*backend_);
   for (std::size_t i = 0; i < actions.size(); ++i) {
     try {
       report.entries_.push_back(perform(
@@ -232,6 +233,7 @@ bool ManagerState::changed_nothing(const PlanReport& report, std::size_t from) {
 
 bool ManagerState::roll_back(const PlanReport& report, std::size_t from, Phase phase,
                              const PlanName& plan) {
+  const FlushAtEnd flush_at_end(*backend_);
   bool restored = true;
   for (std::size_t i = report.entries_.size(); i > from; --i) {
     const ActionReport& done = report.entries_[i - 1];

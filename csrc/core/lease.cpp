@@ -318,6 +318,7 @@ Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
     }
   }
   try {
+    const FlushAtEnd flush_at_end(*backend_);
     for (const ResidencyAction& ensure : ensures) {
       report.entries_.push_back(
           perform(ensure, {.may_block = options.may_block}, Phase::kExecute, name, /*pin=*/true));

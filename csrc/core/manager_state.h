@@ -279,7 +279,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] Inputs collect_inputs(const ValueRecord& record, const Verdict& verdict) const;
   [[nodiscard]] BlockPtr reconstruct(const ValueRecord& record, const Handle& handle, Location at);
   [[nodiscard]] Made make(const ValueRecord& record, const Handle& handle, const Verdict& verdict,
-                          const ActionOptions& options, const Inputs& inputs);
+                          const ActionOptions& options, const Inputs& inputs, bool more_follow);
   void unmake(Made& made, BlockPtr block);
   [[nodiscard]] static Verdict would_block(Verdict verdict);
   void register_ranges(const Materialization& materialization);
@@ -377,6 +377,18 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   std::uint32_t num_leases_ = 0;
   std::uint32_t num_holds_ = 0;
   std::uint32_t num_scopes_ = 0;
+};
+
+/// Around the actions of one call, whose copies the backend may put off.
+class FlushAtEnd {
+ public:
+  explicit FlushAtEnd(Backend& backend) noexcept : backend_(backend) {}
+  FlushAtEnd(const FlushAtEnd&) = delete;
+  FlushAtEnd& operator=(const FlushAtEnd&) = delete;
+  ~FlushAtEnd() { backend_.flush(); }
+
+ private:
+  Backend& backend_;
 };
 
 /// Steady clock, nanoseconds.

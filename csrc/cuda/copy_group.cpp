@@ -4,6 +4,7 @@
 #include <thread>
 #include <utility>
 
+#include "csrc/cuda/nvtx_range.h"
 #include "csrc/cuda/runtime.h"
 
 namespace residency {
@@ -18,14 +19,7 @@ class CopyGroup::Member final : public StreamFence {
     EventFence* fence = group_->recorded(/*may_wait=*/false);
     return fence != nullptr ? fence->poll() : FenceStatus::kPending;
   }
-  void wait() override {
-    EventFence* fence = group_->recorded(/*may_wait=*/true);
-    while (fence == nullptr) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      fence = group_->recorded(/*may_wait=*/true);
-    }
-    fence->wait();
-  }
+  void wait() override { group_->wait_until_recorded().wait(); }
   /// The group's time, shared out by bytes.
   [[nodiscard]] std::optional<std::int64_t> elapsed_ns() const override {
     if (poll() != FenceStatus::kDone) {
@@ -63,24 +57,56 @@ FencePtr CopyGroup::join(std::size_t nbytes) {
   return member;
 }
 
+FencePtr CopyGroup::put_off(const Piece& piece) {
+  FencePtr member = join(piece.nbytes);
+  batch_.add(piece);
+  is_put_off_ = true;
+  return member;
+}
+
+cudaError_t CopyGroup::start() noexcept {
+  if (!is_put_off_) {
+    return cudaSuccess;
+  }
+  const NvtxRange range(lane_.label);
+  const cudaError_t error = batch_.enqueue_on(lane_.stream);
+  if (error == cudaSuccess) {
+    is_put_off_ = false;
+  }
+  return error;
+}
+
 cudaError_t CopyGroup::close() noexcept {
   if (is_recorded_) {
     return cudaSuccess;
   }
-  const cudaError_t error = fence_->record();
+  cudaError_t error = start();
+  if (error == cudaSuccess) {
+    error = fence_->record();
+  } else if (is_lost(error)) {
+    fence_->fail(error);
+  }
   if (error == cudaSuccess || is_lost(error)) {
-    is_recorded_ = true;
-    if (lane_.open.get() == this) {
-      lane_.open = nullptr;
-    }
+    end();
   }
   return error;
+}
+
+void CopyGroup::end() noexcept {
+  is_put_off_ = false;
+  is_recorded_ = true;
+  if (lane_.open.get() == this) {
+    lane_.open = nullptr;
+  }
 }
 
 EventFence* CopyGroup::recorded(bool may_wait) noexcept {
   if (!is_recorded_) {
     if (fence_->is_orphan()) {
       return fence_.get();  // a forked child: the mutex may be held for ever
+    }
+    if (!may_wait && is_put_off_) {
+      return nullptr;
     }
     std::unique_lock lock(lane_.mutex, std::defer_lock);
     if (may_wait) {
@@ -91,6 +117,25 @@ EventFence* CopyGroup::recorded(bool may_wait) noexcept {
     (void)close();
   }
   return is_recorded_ ? fence_.get() : nullptr;
+}
+
+EventFence& CopyGroup::wait_until_recorded() noexcept {
+  // A call that fails without a device being lost has another chance. Not for ever: what the caller
+  // would wait for may never come.
+  constexpr int kMostTries = 1000;
+  EventFence* fence = recorded(/*may_wait=*/true);
+  for (int i = 0; i < kMostTries && fence == nullptr; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    fence = recorded(/*may_wait=*/true);
+  }
+  if (fence == nullptr) {
+    const std::lock_guard lock(lane_.mutex);
+    if (const cudaError_t error = close(); !is_recorded_) {
+      fence_->fail(error);
+      end();
+    }
+  }
+  return *fence_;
 }
 
 }  // namespace residency

@@ -11,13 +11,15 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/SmallVector.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
-#include <nvtx3/nvToolsExt.h>
 
+#include "csrc/cuda/copy_batch.h"
 #include "csrc/cuda/copy_group.h"
 #include "csrc/cuda/device_segments.h"
 #include "csrc/cuda/event_fence.h"
+#include "csrc/cuda/nvtx_range.h"
 #include "csrc/cuda/page_locked_segments.h"
 #include "csrc/cuda/range_memory.h"
 #include "csrc/cuda/runtime.h"
@@ -28,25 +30,9 @@
 namespace residency {
 namespace {
 
-c10::DeviceIndex index_of(Location device) {
-  return static_cast<c10::DeviceIndex>(device.cuda_index());
-}
-
 cudaStream_t handle_of(const Stream& stream) {
   return c10::cuda::CUDAStream::unpack3(stream.id, index_of(stream.device), c10::DeviceType::CUDA)
       .stream();
-}
-
-bool is_capturing(cudaStream_t stream, Location device) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
-  // The legacy stream answers so while another stream captures in global mode: it does not itself.
-  if (error == cudaErrorStreamCaptureImplicit) {
-    (void)cudaGetLastError();
-    return false;
-  }
-  check_cuda(error, device, "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
 }
 
 void refuse_while_capturing(cudaStream_t stream, Location device, std::string_view what) {
@@ -61,8 +47,10 @@ Bytes range_bytes(Bytes nbytes, Location at) {
                       : PageLockedSegments::range_bytes(nbytes);
 }
 
-std::vector<Piece> pieces_of(const TensorBlock& source, const TensorBlock& target) {
-  std::vector<Piece> pieces;
+using Pieces = c10::SmallVector<Piece, 1>;
+
+Pieces pieces_of(const TensorBlock& source, const TensorBlock& target) {
+  Pieces pieces;
   const TensorLayout& layout = *source.tensor_layout();
   if (source.is_packed() && target.is_packed()) {
     if (layout.packed_bytes() != Bytes()) {
@@ -81,22 +69,15 @@ std::vector<Piece> pieces_of(const TensorBlock& source, const TensorBlock& targe
   return pieces;
 }
 
-/// Labels what the thread enqueues in this scope in NVIDIA's tools. A few nanoseconds without one.
-class NvtxRange {
- public:
-  explicit NvtxRange(const char* name) { nvtxRangePushA(name); }
-  NvtxRange(const NvtxRange&) = delete;
-  NvtxRange& operator=(const NvtxRange&) = delete;
-  ~NvtxRange() { nvtxRangePop(); }
-};
-
 /// A copy on its way onto a stream.
 struct Enqueuing {
   DeviceStreams& streams;
   Location device;
-  std::vector<Piece> pieces;
-  std::vector<FencePtr> after;
+  Pieces pieces;
+  c10::SmallVector<FencePtr, 4> after = {};
   std::optional<std::pair<int, int>> peers = std::nullopt;  // from, to
+  /// More copies follow at once, and nothing can be wrong with this one.
+  bool may_be_put_off = false;
   bool blocked = false;
 
   /// By itself. Throws with nothing of it in flight.
@@ -105,14 +86,23 @@ struct Enqueuing {
   FencePtr enqueue_on(Lane& lane);
 
  private:
-  /// The stream is behind whatever this one must come after.
+  [[nodiscard]] bool is_free() const;
   [[nodiscard]] bool is_behind_all(cudaStream_t stream) const;
   void wait_on(cudaStream_t stream);
   FencePtr enqueue_behind(cudaStream_t stream);
   cudaEvent_t record_begin(cudaStream_t stream);
   void enqueue_pieces(cudaStream_t stream);
+  [[nodiscard]] cudaError_t enqueue_peer(cudaStream_t stream);
 };
 
+/// Nothing has to come before it.
+bool Enqueuing::is_free() const {
+  return std::none_of(after.begin(), after.end(), [](const FencePtr& fence) {
+    return fence != nullptr && fence->poll() != FenceStatus::kDone;
+  });
+}
+
+/// The stream is behind whatever this one must come after.
 bool Enqueuing::is_behind_all(cudaStream_t stream) const {
   return std::all_of(after.begin(), after.end(), [&](const FencePtr& fence) {
     const auto* in_stream = dynamic_cast<const StreamFence*>(fence.get());
@@ -128,6 +118,7 @@ void Enqueuing::wait_on(cudaStream_t stream) {
 }
 
 cudaEvent_t Enqueuing::record_begin(cudaStream_t stream) {
+  const RelaxedCapture relaxed;
   const cudaEvent_t begin = streams.events->take();
   if (const cudaError_t error = cudaEventRecord(begin, stream); error != cudaSuccess) {
     streams.events->give_back(begin);
@@ -136,21 +127,34 @@ cudaEvent_t Enqueuing::record_begin(cudaStream_t stream) {
   return begin;
 }
 
-void Enqueuing::enqueue_pieces(cudaStream_t stream) {
-  bool enqueued = false;
+cudaError_t Enqueuing::enqueue_peer(cudaStream_t stream) {
   for (const Piece& piece : pieces) {
-    const cudaError_t error =
-        peers.has_value()
-            ? cudaMemcpyPeerAsync(piece.to, peers->second, piece.from, peers->first, piece.nbytes,
-                                  stream)
-            : cudaMemcpyAsync(piece.to, piece.from, piece.nbytes, cudaMemcpyDefault, stream);
+    const cudaError_t error = cudaMemcpyPeerAsync(piece.to, peers->second, piece.from, peers->first,
+                                                  piece.nbytes, stream);
     if (error != cudaSuccess) {
-      if (enqueued) {  // nothing of it may be in flight when this is told
-        (void)cudaStreamSynchronize(stream);
-      }
-      throw_cuda_error(error, device, "cudaMemcpyAsync");
+      return error;
     }
-    enqueued = true;
+  }
+  return cudaSuccess;
+}
+
+void Enqueuing::enqueue_pieces(cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  if (peers.has_value()) {
+    error = enqueue_peer(stream);
+  } else if (pieces.size() == 1) {
+    const Piece& piece = pieces.front();
+    error = cudaMemcpyAsync(piece.to, piece.from, piece.nbytes, cudaMemcpyDefault, stream);
+  } else {
+    CopyBatch batch;
+    for (const Piece& piece : pieces) {
+      batch.add(piece);
+    }
+    error = batch.enqueue_on(stream);
+  }
+  if (error != cudaSuccess) {
+    (void)cudaStreamSynchronize(stream);  // nothing of it may be in flight when this is told
+    throw_cuda_error(error, device, "cudaMemcpyAsync");
   }
 }
 
@@ -175,34 +179,45 @@ FencePtr Enqueuing::enqueue_on(Lane& lane) {
   for (const Piece& piece : pieces) {
     num_bytes += piece.nbytes;
   }
-  const RelaxedCapture relaxed;
-  if (!is_behind_all(lane.stream)) {
+  std::shared_ptr<CopyGroup> group;  // dies after the lock
+  const bool free = is_free();
+  if (!free && !is_behind_all(lane.stream)) {
+    const RelaxedCapture relaxed;
     {
       // Or what the group has so far would count as done only after the waits.
-      std::shared_ptr<CopyGroup> open;  // dies after the lock
       const std::lock_guard lock(lane.mutex);
-      open = lane.open;
-      if (open != nullptr) {
-        check_cuda(open->close(), device, "cudaEventRecord");
+      group = lane.open;
+      if (group != nullptr) {
+        check_cuda(group->close(), device, "cudaEventRecord");
       }
     }
     wait_on(lane.stream);  // without the lock, as it may need that of another lane
   }
-  std::shared_ptr<CopyGroup> group;  // dies after the lock
   const std::lock_guard lock(lane.mutex);
   group = lane.open;
   if (group != nullptr && !group->has_room(num_bytes)) {
     check_cuda(group->close(), device, "cudaEventRecord");
     group = nullptr;
   }
+  const bool put_off = may_be_put_off && free && pieces.size() == 1;
+  if (group != nullptr && !put_off) {
+    // Those of a batch come in any order; this one may be behind one of them.
+    check_cuda(group->start(), device, "cudaMemcpyBatchAsync");
+  }
+  const RelaxedCapture relaxed;
   if (group == nullptr) {
     if (num_bytes > CopyGroup::kMostBytes) {
       return enqueue_behind(lane.stream);
     }
     group = std::make_shared<CopyGroup>(streams.events, lane, record_begin(lane.stream));
   }
-  FencePtr fence = group->join(num_bytes);  // first, as nothing may fail after the copy
-  enqueue_pieces(lane.stream);
+  FencePtr fence;
+  if (put_off) {
+    fence = group->put_off(pieces.front());
+  } else {
+    fence = group->join(num_bytes);  // first, as nothing may fail after the copy
+    enqueue_pieces(lane.stream);
+  }
   lane.open = std::move(group);
   return fence;
 }
@@ -211,9 +226,13 @@ FencePtr Enqueuing::enqueue_on(Lane& lane) {
 /// device and at `at` are those that a capture would be of.
 void refuse_while_caller_captures(Location at, std::string_view what) {
   const Location current = Location::cuda(c10::cuda::current_device());
-  for (const Location device : {current, at.is_cuda() ? at : current}) {
+  const auto refuse_at = [&](Location device) {
     refuse_while_capturing(c10::cuda::getCurrentCUDAStream(index_of(device)).stream(), device,
                            what);
+  };
+  refuse_at(current);
+  if (at.is_cuda() && at != current) {
+    refuse_at(at);
   }
 }
 
@@ -222,11 +241,10 @@ class CudaLayer final : public DeviceLayer {
   [[nodiscard]] std::string why_unavailable(Location at) const override;
   [[nodiscard]] Bytes occupied_bytes(const TensorLayout& layout, Location at) const override;
   [[nodiscard]] Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) override;
-  [[nodiscard]] bool owns(const TensorBlock& block) const noexcept override;
-  void end_use(const TensorBlock& block, LastUses uses) override;
+  [[nodiscard]] bool end_use(const TensorBlock& block, const LastUses& uses) override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request, const TensorBlock& source,
-                                std::shared_ptr<TensorBlock> target,
-                                const std::vector<FencePtr>& after) override;
+                                std::shared_ptr<TensorBlock> overwrite) override;
+  void flush() noexcept override;
   void copy_staged(const TensorBlock& source, const TensorBlock& target,
                    const std::optional<Stream>& stream, const std::atomic<bool>& abandon) override;
   [[nodiscard]] Stream current_stream(Location device) const override;
@@ -237,6 +255,7 @@ class CudaLayer final : public DeviceLayer {
   void trim() noexcept override;
 
  private:
+  [[nodiscard]] Room take_room(std::shared_ptr<const TensorLayout> layout, Location at);
   [[nodiscard]] std::shared_ptr<RangeMemory> memory_at(Location at);
   [[nodiscard]] std::shared_ptr<RangeMemory> find_memory(Location at) const;
   [[nodiscard]] std::vector<std::shared_ptr<RangeMemory>> all_memory() const;
@@ -246,7 +265,8 @@ class CudaLayer final : public DeviceLayer {
 
   Staging staging_;
   mutable std::mutex mutex_;
-  std::array<std::shared_ptr<RangeMemory>, 129> memories_;  // page-locked, then by device
+  std::array<std::shared_ptr<RangeMemory>, 1 + kMaxDevices>
+      memories_;  // page-locked, then by device
 };
 
 std::string CudaLayer::why_unavailable(Location at) const {
@@ -283,6 +303,10 @@ std::shared_ptr<RangeMemory> CudaLayer::memory_at(Location at) {
 
 DeviceLayer::Room CudaLayer::allocate(std::shared_ptr<const TensorLayout> layout, Location at) {
   refuse_while_caller_captures(at, "no memory is taken");
+  return take_room(std::move(layout), at);
+}
+
+DeviceLayer::Room CudaLayer::take_room(std::shared_ptr<const TensorLayout> layout, Location at) {
   const c10::Device torch_device =
       at.is_cuda() ? c10::Device(c10::kCUDA, index_of(at)) : c10::Device(c10::kCPU);
   const Bytes nbytes = layout->packed_bytes();
@@ -294,54 +318,42 @@ DeviceLayer::Room CudaLayer::allocate(std::shared_ptr<const TensorLayout> layout
           std::move(allocation.after)};
 }
 
-bool CudaLayer::owns(const TensorBlock& block) const noexcept {
-  if (!block.is_packed()) {
-    return false;
-  }
-  try {
-    const std::shared_ptr<RangeMemory> memory = find_memory(block.location());
-    return memory != nullptr && (block.pack_data() == nullptr || memory->has(block.pack_data()));
-  } catch (...) {
-    return false;
-  }
-}
-
-void CudaLayer::end_use(const TensorBlock& block, LastUses uses) {
-  if (const auto memory = find_memory(block.location()); memory != nullptr) {
-    memory->end_use(block.pack_data(), std::move(uses));
-  }
+bool CudaLayer::end_use(const TensorBlock& block, const LastUses& uses) {
+  const auto memory = block.is_packed() ? find_memory(block.location()) : nullptr;
+  return memory != nullptr &&
+         (block.pack_data() == nullptr || memory->end_use(block.pack_data(), uses));
 }
 
 CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source,
-                           std::shared_ptr<TensorBlock> target,
-                           const std::vector<FencePtr>& after) {
+                           std::shared_ptr<TensorBlock> overwrite) {
   const bool to_device = request.to.is_cuda();
   const Location device = to_device ? request.to : request.from;
   refuse_while_caller_captures(device, "nothing is moved");
   const c10::cuda::CUDAGuard guard(index_of(device));
   DeviceStreams& streams = streams_of(device);
+  Room room = overwrite != nullptr ? Room{std::move(overwrite), request.overwrite_after}
+                                   : take_room(source.tensor_layout(), request.to);
   CopyResult result;
   result.path = to_device && request.from.is_cuda() && request.from != request.to
                     ? TransferPath::kPeer
                     : TransferPath::kDirect;
-  const NvtxRange range(result.path == TransferPath::kPeer ? "residency::copy between devices"
-                        : to_device                        ? "residency::copy to device"
-                                                           : "residency::copy from device");
-  Enqueuing copy{streams, device, pieces_of(source, *target), {}};
-  for (const auto* fences : {&request.overwrite_after, &after}) {
-    copy.after.insert(copy.after.end(), fences->begin(), fences->end());
-  }
+  Enqueuing copy{streams, device, pieces_of(source, *room.block)};
+  copy.after.append(room.after.begin(), room.after.end());
   copy.after.push_back(request.source_ready);
   if (result.path == TransferPath::kPeer) {
     copy.peers = std::pair(request.from.cuda_index(), request.to.cuda_index());
   }
+  copy.may_be_put_off = request.more_follow && !copy.peers.has_value() && source.is_packed() &&
+                        room.block->is_packed();
   try {
+    Lane& lane = to_device ? streams.in : streams.out;
+    const NvtxRange range(copy.peers.has_value() ? "residency::copy between devices" : lane.label);
     if (request.stream.has_value()) {
       const cudaStream_t stream = handle_of(*request.stream);
       refuse_while_capturing(stream, device, "nothing is moved");
       result.ready = copy.enqueue_on(stream);
     } else {
-      result.ready = copy.enqueue_on(to_device ? streams.in : streams.out);
+      result.ready = copy.enqueue_on(lane);
     }
   } catch (const UnavailableError& error) {
     throw TransferError(request.value, result.path, std::current_exception(),
@@ -349,8 +361,26 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
                                     to_string(request.from), to_string(request.to), error.what()));
   }
   result.blocked = copy.blocked;
-  result.block = std::move(target);
+  result.block = std::move(room.block);
   return result;
+}
+
+void CudaLayer::flush() noexcept {
+  for (int index = 0; index < c10::cuda::device_count(); ++index) {
+    DeviceStreams* streams = find_streams(Location::cuda(index));
+    for (Lane* lane :
+         streams != nullptr ? std::array{&streams->in, &streams->out} : std::array<Lane*, 2>{}) {
+      if (lane == nullptr) {
+        continue;
+      }
+      std::shared_ptr<CopyGroup> group;  // dies after the lock
+      const std::lock_guard lock(lane->mutex);
+      group = lane->open;
+      if (group != nullptr) {
+        (void)group->start();  // if it fails, whoever waits for it will try again
+      }
+    }
+  }
 }
 
 void CudaLayer::copy_staged(const TensorBlock& source, const TensorBlock& target,

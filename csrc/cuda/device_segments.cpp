@@ -4,7 +4,6 @@
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/runtime.h"
@@ -18,10 +17,6 @@ constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 // a segment of its own, rounded to the second.
 constexpr Bytes kSmallestSegment = Bytes(10 * kMiB);
 constexpr std::int64_t kSegmentRounding = 2 * kMiB;
-
-c10::DeviceIndex index_of(Location device) {
-  return static_cast<c10::DeviceIndex>(device.cuda_index());
-}
 
 }  // namespace
 
@@ -72,15 +67,7 @@ void DeviceSegments::wait_for_others() noexcept {
 }
 
 std::vector<FencePtr> DeviceSegments::last_uses_by_others() {
-  const DeviceStreams& streams = streams_of(location_);
-  const c10::cuda::CUDAGuard guard(index_of(location_));
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(index_of(location_)).stream();
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &status), location_, "cudaStreamIsCapturing");
-  if (status != cudaStreamCaptureStatusNone) {
-    return {};  // recorded there it would become part of the graph
-  }
-  return {EventFence::record(streams.events, stream)};
+  return {record_current_stream(location_)};
 }
 
 }  // namespace residency

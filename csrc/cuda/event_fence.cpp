@@ -88,10 +88,15 @@ cudaError_t EventFence::record() noexcept {
   if (error != cudaSuccess) {
     (void)cudaGetLastError();
     if (is_lost(error)) {
-      settle(error);
+      fail(error);
     }
   }
   return error;
+}
+
+void EventFence::fail(cudaError_t error) const noexcept {
+  error_.store(error, std::memory_order_relaxed);
+  status_.store(FenceStatus::kFailed, std::memory_order_release);
 }
 
 EventFence::~EventFence() {
@@ -107,15 +112,13 @@ bool EventFence::is_orphan() const noexcept {
 }
 
 FenceStatus EventFence::settle(cudaError_t answer) const noexcept {
-  if (answer != cudaSuccess) {
-    if (!is_lost(answer)) {
-      return FenceStatus::kPending;  // not ready, or a call that failed and says nothing of it
-    }
-    error_.store(answer, std::memory_order_relaxed);
+  if (answer == cudaSuccess) {
+    status_.store(FenceStatus::kDone, std::memory_order_release);
+  } else if (is_lost(answer)) {
+    fail(answer);
   }
-  const FenceStatus status = answer == cudaSuccess ? FenceStatus::kDone : FenceStatus::kFailed;
-  status_.store(status, std::memory_order_release);
-  return status;
+  // Otherwise it is not ready, or a call failed, which says nothing of it.
+  return status_.load(std::memory_order_relaxed);
 }
 
 FenceStatus EventFence::poll() const noexcept {

@@ -15,7 +15,7 @@
 namespace residency {
 
 /// Events of one device, kept for reuse: making one costs more than recording it. Thread-safe.
-class EventPool : public std::enable_shared_from_this<EventPool> {
+class EventPool {
  public:
   explicit EventPool(Location device);
   ~EventPool();
@@ -60,6 +60,8 @@ class EventFence final : public StreamFence {
   /// Sets the point, once, before anything else is asked. Allocates nothing. When the device is
   /// lost the fence is failed.
   [[nodiscard]] cudaError_t record() noexcept;
+  /// Instead of `record`, when what it is to stand behind could not be enqueued.
+  void fail(cudaError_t error) const noexcept;
 
   ~EventFence() override;
   [[nodiscard]] FenceStatus poll() const noexcept override;

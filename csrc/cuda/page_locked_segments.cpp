@@ -7,8 +7,6 @@
 #include <thread>
 
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
@@ -85,6 +83,17 @@ std::int64_t status_bytes(std::string_view field) {
     }
   }
   return 0;
+}
+
+/// Those that can have been given anything.
+std::vector<Location> devices_in_use() {
+  std::vector<Location> devices;
+  for (int index = 0; index < c10::cuda::device_count(); ++index) {
+    if (find_streams(Location::cuda(index)) != nullptr) {
+      devices.push_back(Location::cuda(index));
+    }
+  }
+  return devices;
 }
 
 }  // namespace
@@ -181,29 +190,15 @@ void PageLockedSegments::give_back(void* data, Bytes nbytes,
 }
 
 void PageLockedSegments::wait_for_others() noexcept {
-  for (int index = 0; index < c10::cuda::device_count(); ++index) {
-    if (find_streams(Location::cuda(index)) != nullptr) {
-      synchronize_device(Location::cuda(index));
-    }
+  for (const Location device : devices_in_use()) {
+    synchronize_device(device);
   }
 }
 
 std::vector<FencePtr> PageLockedSegments::last_uses_by_others() {
   std::vector<FencePtr> fences;
-  for (int index = 0; index < c10::cuda::device_count(); ++index) {
-    const Location device = Location::cuda(index);
-    const DeviceStreams* streams = find_streams(device);
-    if (streams == nullptr) {
-      continue;
-    }
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
-    const cudaStream_t stream =
-        c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(index)).stream();
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check_cuda(cudaStreamIsCapturing(stream, &status), device, "cudaStreamIsCapturing");
-    if (status == cudaStreamCaptureStatusNone) {
-      fences.push_back(EventFence::record(streams->events, stream));
-    }
+  for (const Location device : devices_in_use()) {
+    fences.push_back(record_current_stream(device));
   }
   return fences;
 }

@@ -22,10 +22,7 @@ bool any_pending(const std::vector<FencePtr>& fences) noexcept {
 }  // namespace
 
 RangeMemory::RangeMemory(std::unique_ptr<SegmentSource> source, Bytes alignment)
-    : source_(std::move(source)),
-      alignment_(alignment.count()),
-      generation_(fork_generation()),
-      ranges_(alignment) {}
+    : source_(std::move(source)), generation_(fork_generation()), ranges_(alignment) {}
 
 RangeMemory::~RangeMemory() {
   trim();  // every range held a reference, so that all segments are empty
@@ -66,7 +63,7 @@ RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
       allocation.memory = at::DataPtr(data, context.release(), &free_context, source_->device());
       return allocation;
     }
-    add_segment(source_->segment_bytes(rounded(nbytes), usage().segments));
+    add_segment(source_->segment_bytes(ranges_.rounded(nbytes), usage().segments));
   }
 }
 
@@ -99,16 +96,14 @@ void RangeMemory::add_segment(Bytes nbytes) {
   }
 }
 
-void RangeMemory::end_use(const void* data, DeviceLayer::LastUses uses) {
+bool RangeMemory::end_use(const void* data, DeviceLayer::LastUses uses) {
   const std::lock_guard lock(mutex_);
-  if (const auto found = live_.find(data); found != live_.end()) {
-    std::swap(found->second.uses, uses);  // what it was dies after the lock
+  const auto found = live_.find(data);
+  if (found == live_.end()) {
+    return false;
   }
-}
-
-bool RangeMemory::has(const void* data) const {
-  const std::lock_guard lock(mutex_);
-  return live_.contains(data);
+  std::swap(found->second.uses, uses);  // what it was dies after the lock
+  return true;
 }
 
 void RangeMemory::free_context(void* pointer) noexcept {

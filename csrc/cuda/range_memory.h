@@ -66,12 +66,9 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   /// Not initialized. Throws what the source throws. `nbytes` > 0.
   [[nodiscard]] Allocation allocate(Bytes nbytes);
   /// Says, before the memory at `data` is freed, what its last uses were. Memory of which nobody
-  /// says so counts as used by others.
-  void end_use(const void* data, DeviceLayer::LastUses uses);
+  /// says so counts as used by others. False when no range in use begins there.
+  [[nodiscard]] bool end_use(const void* data, DeviceLayer::LastUses uses);
 
-  /// Whether a range that is not free begins there.
-  [[nodiscard]] bool has(const void* data) const;
-  [[nodiscard]] Bytes rounded(Bytes nbytes) const { return nbytes.rounded_up(alignment_); }
   /// Gives back every segment that is empty.
   void trim() noexcept;
   [[nodiscard]] DeviceLayer::Usage usage() const;
@@ -111,7 +108,6 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   [[nodiscard]] std::vector<FencePtr> take_finished();
 
   const std::unique_ptr<SegmentSource> source_;
-  const std::int64_t alignment_;
   const std::uint64_t generation_;
   // Held for bookkeeping alone: no call to the source, and no fence destroyed, which may own
   // blocks.

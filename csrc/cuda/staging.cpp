@@ -43,6 +43,29 @@ std::vector<Chunk> chunks_of(std::span<const Piece> pieces, const Staging::Direc
   return chunks;
 }
 
+/// One event for each buffer, given back at the end of the scope.
+class SlotEvents {
+ public:
+  explicit SlotEvents(EventPool& pool) : pool_(pool) {}
+  SlotEvents(const SlotEvents&) = delete;
+  SlotEvents& operator=(const SlotEvents&) = delete;
+  ~SlotEvents() {
+    for (const cudaEvent_t event : events_) {
+      pool_.give_back(event);
+    }
+  }
+  void take() {
+    for (cudaEvent_t& event : events_) {
+      event = pool_.take();
+    }
+  }
+  [[nodiscard]] cudaEvent_t operator[](std::size_t slot) const { return events_.at(slot); }
+
+ private:
+  EventPool& pool_;
+  std::array<cudaEvent_t, Staging::kNumSlots> events_{};
+};
+
 }  // namespace
 
 Staging::~Staging() {
@@ -56,7 +79,7 @@ void Staging::trim() noexcept {
   }
 }
 
-void Staging::copy(const std::vector<Piece>& pieces, const Direction& direction,
+void Staging::copy(std::span<const Piece> pieces, const Direction& direction,
                    const std::atomic<bool>& abandon) {
   const std::lock_guard lock(mutex_);
   const RelaxedCapture relaxed;
@@ -64,7 +87,7 @@ void Staging::copy(const std::vector<Piece>& pieces, const Direction& direction,
     ring_ = static_cast<std::byte*>(segments_.make(kRingBytes).data);
   }
   const std::vector<Chunk> chunks = chunks_of(pieces, direction);
-  std::array<cudaEvent_t, kNumSlots> done{};
+  SlotEvents done(*direction.events);
   const auto wait_for_slot = [&](std::size_t slot) {
     check_cuda(cudaEventSynchronize(done[slot]), direction.device, "cudaEventSynchronize");
   };
@@ -78,9 +101,7 @@ void Staging::copy(const std::vector<Piece>& pieces, const Direction& direction,
     }
   };
   try {
-    for (cudaEvent_t& event : done) {
-      event = direction.events->take();
-    }
+    done.take();
     for (std::size_t i = 0; i < chunks.size(); ++i) {
       if (abandon.load(std::memory_order_relaxed)) {
         throw UnavailableError("the transfer was abandoned: its manager has closed");
@@ -120,13 +141,7 @@ void Staging::copy(const std::vector<Piece>& pieces, const Direction& direction,
   } catch (...) {
     (void)cudaStreamSynchronize(direction.stream);  // nothing of it may be in flight
     (void)cudaGetLastError();
-    for (const cudaEvent_t event : done) {
-      direction.events->give_back(event);
-    }
     throw;
-  }
-  for (const cudaEvent_t event : done) {
-    direction.events->give_back(event);
   }
 }
 

@@ -5,22 +5,16 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
-#include <vector>
+#include <span>
 
 #include <cuda_runtime_api.h>
 
+#include "csrc/cuda/copy_batch.h"
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/page_locked_segments.h"
 #include "residency/core/location.h"
 
 namespace residency {
-
-/// One copy of a run of bytes.
-struct Piece {
-  std::byte* to;
-  const std::byte* from;
-  std::size_t nbytes;
-};
 
 /// A ring of page-locked buffers through which pageable memory and a device exchange bytes: while
 /// the device copies one, the host copies the next. Its users wait for each other.
@@ -43,8 +37,8 @@ class Staging {
     bool may_fill_gaps = false;
   };
   /// Returns when all has arrived. The device is the current one. Throws with nothing of it in
-  /// flight what `throw_cuda_error` throws, `PageLockError`, and `TransferError` when abandoned.
-  void copy(const std::vector<Piece>& pieces, const Direction& direction,
+  /// flight what `throw_cuda_error` throws, `PageLockError`, and `UnavailableError` when abandoned.
+  void copy(std::span<const Piece> pieces, const Direction& direction,
             const std::atomic<bool>& abandon);
   /// Gives the buffers back, to be made again when needed.
   void trim() noexcept;

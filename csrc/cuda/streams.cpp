@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include "csrc/core/fork.h"
 #include "csrc/cuda/runtime.h"
@@ -12,8 +13,6 @@
 
 namespace residency {
 namespace {
-
-constexpr std::size_t kMaxDevices = 128;  // the indices that a Location can have
 
 struct Registry {
   std::mutex mutex;
@@ -38,6 +37,9 @@ cudaStream_t make_stream(Location device) {
 
 DeviceStreams* find_streams(Location device) noexcept {
   Registry& shared = registry();
+  if (shared.generation != fork_generation()) {
+    return nullptr;
+  }
   return shared.streams[static_cast<std::size_t>(device.cuda_index())].load(
       std::memory_order_acquire);
 }
@@ -45,13 +47,32 @@ DeviceStreams* find_streams(Location device) noexcept {
 void synchronize_device(Location device) noexcept {
   try {
     const RelaxedCapture relaxed;
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device.cuda_index()));
+    const c10::cuda::CUDAGuard guard(index_of(device));
     if (cudaDeviceSynchronize() != cudaSuccess) {
       (void)cudaGetLastError();
     }
   } catch (...) {
     (void)cudaGetLastError();
   }
+}
+
+bool is_capturing(cudaStream_t stream, Location device) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+  // The legacy stream answers so while another stream captures in global mode: it does not itself.
+  if (error == cudaErrorStreamCaptureImplicit) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  check_cuda(error, device, "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+FencePtr record_current_stream(Location device) {
+  const DeviceStreams& streams = streams_of(device);
+  const c10::cuda::CUDAGuard guard(index_of(device));
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(index_of(device)).stream();
+  return is_capturing(stream, device) ? nullptr : EventFence::record(streams.events, stream);
 }
 
 DeviceStreams& streams_of(Location device) {
@@ -69,11 +90,13 @@ DeviceStreams& streams_of(Location device) {
     return *found;
   }
   const RelaxedCapture relaxed;
-  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device.cuda_index()));
+  const c10::cuda::CUDAGuard guard(index_of(device));
   auto made = std::make_unique<DeviceStreams>();
   made->events = std::make_shared<EventPool>(device);
   // What a failure leaves is a stream or two, and the device is then hardly of use.
+  made->in.label = "residency::copy to device";
   made->in.stream = make_stream(device);
+  made->out.label = "residency::copy from device";
   made->out.stream = make_stream(device);
   made->arena = make_stream(device);
   shared.streams[static_cast<std::size_t>(device.cuda_index())].store(made.get(),

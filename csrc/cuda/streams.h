@@ -1,7 +1,9 @@
 #pragma once
 
+#include <cstddef>
 #include <memory>
 
+#include <c10/core/Device.h>
 #include <cuda_runtime_api.h>
 
 #include "csrc/cuda/copy_group.h"
@@ -9,6 +11,13 @@
 #include "residency/core/location.h"
 
 namespace residency {
+
+/// The indices that a device's Location can have.
+inline constexpr std::size_t kMaxDevices = 128;
+
+[[nodiscard]] inline c10::DeviceIndex index_of(Location device) {
+  return static_cast<c10::DeviceIndex>(device.cuda_index());
+}
 
 /// The streams on which this library works at one device. One set per process and device, made at
 /// first use and never destroyed: blocks of the caching allocator belong to `arena` for ever, and a
@@ -24,7 +33,14 @@ struct DeviceStreams {
 [[nodiscard]] DeviceStreams& streams_of(Location device);
 /// Waits on the host for all of a device's work; a lost one has none.
 void synchronize_device(Location device) noexcept;
-/// Null when nothing was done there yet.
+/// Whether what is enqueued on the stream becomes part of a graph. Throws what `throw_cuda_error`
+/// throws.
+[[nodiscard]] bool is_capturing(cudaStream_t stream, Location device);
+/// A fence behind what the calling thread has enqueued on its current stream of the device; null
+/// while that is being captured, where it would become part of the graph. Throws what
+/// `throw_cuda_error` throws.
+[[nodiscard]] FencePtr record_current_stream(Location device);
+/// Null when nothing was done there yet, and in a child of the process that did it.
 [[nodiscard]] DeviceStreams* find_streams(Location device) noexcept;
 
 }  // namespace residency

@@ -41,6 +41,8 @@ struct Route {
   bool pageable = false;
   int source_device = 0;
   int destination_device = 0;
+
+  friend bool operator==(const Route&, const Route&) = default;
 };
 
 struct Side {
@@ -188,6 +190,20 @@ std::shared_ptr<Body> body_of(const CopyRequest& request, const Route& route, bo
   });
 }
 
+// The copy itself, of what lies where it did when it was enqueued.
+cudaError_t run(const CopyRequest& request, const Route& route) {
+  if (!still_there(request, route)) return cudaErrorIllegalAddress;
+  const AddressSpace& memory = runtime().memory;
+  char* destination = static_cast<char*>(memory.bytes_at(request.destination));
+  if (runtime().dry) {
+    fill_rows(destination, 0, request.shape);
+  } else {
+    copy_rows(destination, static_cast<const char*>(memory.bytes_at(request.source)),
+              request.shape);
+  }
+  return cudaSuccess;
+}
+
 cudaError_t copy(StreamPtr& stream, const CopyRequest& request) {
   const Shape& shape = request.shape;
   if (shape.num_bytes() == 0) return cudaSuccess;
@@ -233,6 +249,62 @@ CopyRequest plain(void* destination, const void* source, uint64_t num_bytes, cud
           .source = source,
           .shape = {num_bytes, 1, num_bytes, num_bytes},
           .kind = kind};
+}
+
+bool is_plain_transfer(const CopyRequest& request, const Route& route) {
+  return route.direction >= 0 && !route.pageable && !request.source_ends &&
+         request.shape.num_bytes() > 0;
+}
+
+// Copies of one engine, none of pageable memory: one operation that takes as long as all of them.
+// Within a batch they come in no particular order, so the last is done first here: who relies on
+// the order of the call is to notice.
+cudaError_t submit_together(StreamPtr& stream, std::vector<CopyRequest> requests,
+                            const Route& route) {
+  OperationSpec spec{.kind = OperationKind::kCopy, .name = name_of(route)};
+  spec.engine = engine_of(route);
+  spec.direction = route.direction;
+  spec.num_copies = static_cast<uint32_t>(requests.size());
+  for (const CopyRequest& request : requests) {
+    uint64_t num_bytes = request.shape.num_bytes();
+    spec.num_bytes += num_bytes;
+    spec.duration_ns +=
+        time_ns(kCopyLatency) + transfer_ns(static_cast<double>(num_bytes), rate_of(route));
+  }
+  if (!runtime().dry || route.direction == SIMCUDA_D2H) {
+    spec.body = std::make_shared<Body>([requests = std::move(requests), route] {
+      for (auto request = requests.rbegin(); request != requests.rend(); ++request) {
+        if (cudaError_t error = run(*request, route)) return error;
+      }
+      return cudaSuccess;
+    });
+  }
+  return submit(stream, std::move(spec));
+}
+
+// A batch. Each run of its copies that one engine can do in a row is handed over at once.
+cudaError_t copy_each(StreamPtr& stream, const std::vector<CopyRequest>& requests) {
+  bool captured = false;
+  {
+    Clock::Lock lock(runtime().clock.mutex);
+    captured = stream->capture != nullptr;
+  }
+  for (size_t i = 0; i < requests.size();) {
+    std::optional<Route> route = find_route(requests[i]);
+    if (!route) return cudaErrorInvalidValue;
+    if (captured || !is_plain_transfer(requests[i], *route)) {
+      if (cudaError_t error = copy(stream, requests[i++])) return error;
+      continue;
+    }
+    std::vector<CopyRequest> together = {requests[i]};
+    while (++i < requests.size()) {
+      std::optional<Route> next = find_route(requests[i]);
+      if (!next || *next != *route || !is_plain_transfer(requests[i], *next)) break;
+      together.push_back(requests[i]);
+    }
+    if (cudaError_t error = submit_together(stream, std::move(together), *route)) return error;
+  }
+  return cudaSuccess;
 }
 
 // A fill of device memory, or of page-locked memory.
@@ -342,6 +414,8 @@ SIMCUDA_EXPORT cudaError_t cudaMemcpyBatchAsync(void* const* destinations,
   if (attribute_starts[0] != 0) return fail(cudaErrorInvalidValue);
   StreamPtr stream;
   if (cudaError_t error = open_stream(handle, stream)) return fail(error);
+  std::vector<CopyRequest> requests;
+  requests.reserve(count);
   size_t attribute = 0;
   for (size_t i = 0; i < count; ++i) {
     bool next_starts = attribute + 1 < num_attributes && attribute_starts[attribute + 1] == i;
@@ -349,9 +423,9 @@ SIMCUDA_EXPORT cudaError_t cudaMemcpyBatchAsync(void* const* destinations,
     CopyRequest request = plain(destinations[i], sources[i], num_bytes[i], cudaMemcpyDefault);
     request.source_ends =
         attributes[attribute].srcAccessOrder == cudaMemcpySrcAccessOrderDuringApiCall;
-    if (cudaError_t error = copy(stream, request)) return fail(error);
+    requests.push_back(request);
   }
-  return cudaSuccess;
+  return fail(copy_each(stream, requests));
 }
 
 SIMCUDA_EXPORT cudaError_t cudaMemset(void* destination, int value, size_t num_bytes) {

@@ -38,6 +38,7 @@ struct OperationSpec {
   Engine* engine = nullptr;  // what it occupies; null: nothing, and its duration runs freely
   int direction = -1;        // of a copy: SIMCUDA_H2D...
   bool pageable = false;
+  uint32_t num_copies = 1;
   uint64_t num_bytes = 0;
   uint64_t duration_ns = 0;
   uint64_t launch_ns = 0;                  // from the enqueue to the earliest start

@@ -200,7 +200,7 @@ void Stream::count(const OperationSpec& spec) {
   if (spec.kind != OperationKind::kCopy || spec.direction < 0) return;
   // Host copies are counted where the device memory is, which their engine belongs to.
   simcuda_counters& counters = spec.engine->device->counters;
-  ++counters.copies[spec.direction];
+  counters.copies[spec.direction] += spec.num_copies;
   counters.copied_bytes[spec.direction] += spec.num_bytes;
   if (!spec.pageable) return;
   ++counters.pageable_copies[spec.direction];

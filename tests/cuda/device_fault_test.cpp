@@ -89,6 +89,16 @@ class DeviceFault : public CudaTest {
       step([&] { manager.move(handle, kDisk).wait(); });
       step([&] { manager.move(handle, kDevice).wait(); });
     }
+    std::vector<ResidencyAction> to_host;
+    std::vector<ResidencyAction> to_device;
+    for (const Handle& handle : handles) {
+      to_host.emplace_back(EnsureResident{handle, kPinned});
+      to_device.emplace_back(EnsureResident{handle, kOther});
+    }
+    for (const OnFailure on_failure : {OnFailure::kRollback, OnFailure::kKeep}) {
+      step([&] { manager.execute(to_host, {.on_failure = on_failure}); });
+      step([&] { manager.execute(to_device, {.on_failure = on_failure}).wait(); });
+    }
     step([&] { manager.synchronize(); });
     return num_failed;
   }
@@ -205,8 +215,8 @@ TEST_F(DeviceFault, EachCallFailsOnceAndNoValueIsLost) {
 
 // The order can be kept, or found out, in another way.
 TEST_F(DeviceFault, CallsWhoseFailureIsMadeUpFor) {
-  for (const char* entry_point :
-       {"cudaEventQuery", "cudaEventSynchronize", "cudaThreadExchangeStreamCaptureMode"}) {
+  for (const char* entry_point : {"cudaEventQuery", "cudaEventSynchronize",
+                                  "cudaThreadExchangeStreamCaptureMode", "cudaMemcpyBatchAsync"}) {
     fail_each_call(entry_point, &run_scenario);
   }
 }

@@ -5,11 +5,13 @@
 #include <thread>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include "residency/aten/manager.h"
+#include "residency/aten/tensor_source.h"
 #include "residency/core/errors.h"
 #include "residency/cuda/cuda_layer.h"
 #include "tests/aten/fixture.h"
@@ -283,6 +285,79 @@ TEST_F(DeviceTier, SmallCopyIsDoneBeforeWhatWasEnqueuedBehindIt) {
   EXPECT_FALSE(waiting.done());
   gate.open();
   waiting.wait();
+}
+
+TEST_F(DeviceTier, SmallCopiesOfOneExecuteAreEnqueuedTogether) {
+  if (!simulated()) {
+    GTEST_SKIP() << "only the simulated runtime counts";
+  }
+  constexpr int kNumValues = 1000;
+  std::vector<Handle> handles;
+  std::vector<ResidencyAction> actions;
+  for (int i = 0; i < kNumValues; ++i) {
+    handles.push_back(value(4096, i % 128));
+    manager_->ensure(handles.back(), kPinned).wait();
+    actions.emplace_back(EnsureResident{handles.back(), kDevice});
+  }
+  simcuda_reset_counters();
+  const PlanReport report = manager_->execute(actions);
+  EXPECT_LE(simcuda_calls("cudaMemcpyBatchAsync"), 4U);
+  EXPECT_EQ(simcuda_calls("cudaMemcpyAsync"), 0U);
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], kNumValues) << "nothing waits for somebody to ask";
+  report.wait();
+  for (int i = 0; i < kNumValues; i += 111) {
+    EXPECT_EQ(byte_of(handles[static_cast<std::size_t>(i)], kDevice), i % 128);
+  }
+}
+
+// Copies of a batch are in no order, and what is put off is not behind what was enqueued since.
+TEST_F(DeviceTier, CopyPutOffIsNotOvertaken) {
+  const std::int64_t room = 2 * 4096;  // the second value comes where the first was
+  const Handle anchor = value(room, 0);
+  manager_->ensure(anchor, kDevice).wait();  // or an empty segment would be given back
+  const Handle first = value(room, 1, Mutability::kMutable);
+  const Handle second = value(room, 2);
+  manager_->ensure(first, kPinned).wait();
+  manager_->ensure(second, kPinned).wait();
+  // There and back, into the place of another that was on its way, and there again.
+  const std::vector<ResidencyAction> actions = {
+      EnsureResident{first, kDevice},         DropResident{first, kDevice},
+      EnsureResident{second, kDevice},        MoveResident{first, kDevice, kPinned},
+      DropResident{second, kPinned},          MoveResident{first, kPinned, kDevice},
+      MoveResident{second, kPinned, kDevice}, EnsureResident{second, kDevice},
+      EnsureResident{first, kDevice}};
+  for (int round = 0; round < 3; ++round) {
+    manager_->execute(actions).wait();
+    EXPECT_EQ(byte_of(first, kDevice), 1);
+    EXPECT_EQ(byte_of(second, kDevice), 2);
+    EXPECT_EQ(byte_of(first, kPinned), 1);
+    EXPECT_EQ(byte_of(second, kPinned), 2);
+    manager_->drop(first, kDevice);
+    manager_->drop(second, kDevice);
+  }
+}
+
+// An execute that comes to a halt behind a source still has its copies under way.
+TEST_F(DeviceTier, CopiesAreNotPutOffForASourceThatTakesItsTime) {
+  if (!simulated()) {
+    GTEST_SKIP() << "only the simulated runtime counts";
+  }
+  const auto tensor = [] {
+    return TensorResident(
+        {{"x", at::zeros({64}, at::TensorOptions().dtype(at::kByte).device(at::kCPU))}});
+  };
+  const Handle small = value(4096, 3);
+  manager_->ensure(small, kPinned).wait();
+  std::uint64_t num_copies = 0;
+  const auto source = std::make_shared<CallbackSource>([&] {
+    num_copies = counters().copies[SIMCUDA_H2D];
+    return tensor();
+  });
+  const Handle loaded = register_source(*manager_, source, tensor().layout());
+  simcuda_reset_counters();
+  manager_->execute(
+      std::vector<ResidencyAction>{EnsureResident{small, kDevice}, EnsureResident{loaded, kHost}});
+  EXPECT_EQ(num_copies, 1U);
 }
 
 TEST_F(DeviceTier, SmallCopiesShareAnEvent) {

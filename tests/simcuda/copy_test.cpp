@@ -83,6 +83,44 @@ TEST_F(CopyTest, BatchCopiesEach) {
             cudaErrorInvalidValue);
 }
 
+TEST_F(CopyTest, BatchTakesAsLongAsItsCopies) {
+  set("h2d", "1GB/s");
+  set("copy_latency", "1us");
+  PinnedBytes source(3000, 1);
+  DeviceBytes device(3000);
+  Stream stream;
+  void* destinations[] = {device.get(), device.get() + 1000, device.get() + 2000};
+  const void* sources[] = {source.get(), source.get() + 1000, source.get() + 2000};
+  size_t sizes[] = {1000, 1000, 1000};
+  cudaMemcpyAttributes attributes{};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  size_t start = 0;
+  EXPECT_CUDA(
+      cudaMemcpyBatchAsync(destinations, sources, sizes, 3, &attributes, &start, 1, stream));
+  EXPECT_CUDA(cudaStreamSynchronize(stream));
+  EXPECT_EQ(counters().copied_bytes[SIMCUDA_H2D], 3000u);
+  EXPECT_EQ(counters().copy_time[SIMCUDA_H2D], 3 * (1000u + 1000u));
+}
+
+TEST_F(CopyTest, CopiesOfABatchAreInNoOrder) {
+  PinnedBytes source(2, 1);
+  source.get()[1] = 2;
+  DeviceBytes device(1);
+  PinnedBytes result(1);
+  Stream stream;
+  void* destinations[] = {device.get(), device.get()};
+  const void* sources[] = {source.get(), source.get() + 1};
+  size_t sizes[] = {1, 1};
+  cudaMemcpyAttributes attributes{};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  size_t start = 0;
+  EXPECT_CUDA(
+      cudaMemcpyBatchAsync(destinations, sources, sizes, 2, &attributes, &start, 1, stream));
+  EXPECT_CUDA(cudaMemcpyAsync(result.get(), device.get(), 1, cudaMemcpyDeviceToHost, stream));
+  EXPECT_CUDA(cudaStreamSynchronize(stream));
+  EXPECT_EQ(result.get()[0], 1);
+}
+
 TEST_F(CopyTest, SourceOfABatchMayEndWithTheCall) {
   PinnedBytes source(1, 1);
   DeviceBytes device(1);

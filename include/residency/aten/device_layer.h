@@ -37,24 +37,25 @@ class RESIDENCY_API DeviceLayer {
   /// A pack, not initialized, in memory that earlier users may not have finished with. Throws
   /// `c10::OutOfMemoryError`, `PageLockError`, `CaptureError`, `DeviceLostError`.
   [[nodiscard]] virtual Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) = 0;
-  /// Whether the block's memory came from `allocate`, so that it is reused in device order.
-  [[nodiscard]] virtual bool owns(const TensorBlock& block) const noexcept = 0;
   struct LastUses {
     std::vector<FencePtr> last_uses;
     /// Somebody besides the manager has the memory, and may use it until it is freed, on the stream
     /// that is current then.
     bool used_by_others = false;
   };
-  /// Says, before such a block is destroyed, what its memory was used for.
-  virtual void end_use(const TensorBlock& block, LastUses uses) = 0;
+  /// Says, before a block of `allocate` is destroyed, what its memory was used for. False, and
+  /// nothing was noted, for other blocks, which must be kept until those uses are over.
+  [[nodiscard]] virtual bool end_use(const TensorBlock& block, const LastUses& uses) = 0;
 
   /// Copies between two blocks of which each is at a device or in page-locked memory, and at least
-  /// one at a device: enqueued on the request's stream, or on the layer's own of the device and
-  /// direction, behind `source_ready`, `overwrite_after` and `after`. Throws with nothing of it in
-  /// flight.
+  /// one at a device: into a new pack, or into `overwrite`. Enqueued on the request's stream, or on
+  /// the layer's own of the device and direction, behind `source_ready` and `overwrite_after`; where
+  /// more copies follow perhaps only by `flush`, or when its fence is waited for. Throws, with
+  /// nothing of it in flight, what `allocate` throws, and `TransferError`.
   [[nodiscard]] virtual CopyResult copy(const CopyRequest& request, const TensorBlock& source,
-                                        std::shared_ptr<TensorBlock> target,
-                                        const std::vector<FencePtr>& after) = 0;
+                                        std::shared_ptr<TensorBlock> overwrite) = 0;
+  /// Enqueues all that `copy` has put off.
+  virtual void flush() noexcept = 0;
 
   /// The same between a device and pageable memory, in chunks through page-locked buffers. Waits
   /// on the host until all of it has arrived: for a worker. Ends early, with an error, when told to

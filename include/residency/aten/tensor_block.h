@@ -4,8 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -27,6 +29,7 @@ class TensorView;
 /// Either *packed* (all storages in one allocation, see Note [Packs]) or *adopted* (the storages
 /// that the caller made). Its tensors are shallow copies that share the version counters of the
 /// storages, so that later changes to the metadata of somebody else's tensor do not reach them.
+/// Those of a pack are made when somebody first looks: most packs come and go unseen.
 /// For one block from one thread at a time, except `is_shared` and what begins and ends accesses
 /// (several leases may read one block), which any thread may call.
 class RESIDENCY_API TensorBlock final : public Block,
@@ -44,6 +47,9 @@ class RESIDENCY_API TensorBlock final : public Block,
                                                          Location location, at::DataPtr memory);
   /// A new pack in pageable host memory with the bytes of this block.
   [[nodiscard]] std::shared_ptr<TensorBlock> clone() const;
+  /// Copies every storage into that of `target`, which has the same layout. Both are in host
+  /// memory.
+  void copy_on_host(const TensorBlock& target) const;
 
   ~TensorBlock() override;
   [[nodiscard]] Location location() const override { return location_; }
@@ -56,16 +62,14 @@ class RESIDENCY_API TensorBlock final : public Block,
   }
   [[nodiscard]] bool is_packed() const noexcept { return packed_; }
   /// The block's own tensors, to be given away when management ends.
-  [[nodiscard]] TensorResident tensors() const;
+  [[nodiscard]] TensorResident tensors();
   /// The memory of the storages in the layout's order, neighbours merged.
   [[nodiscard]] std::vector<iovec> storages() const;
 
   /// The memory of one storage; null when it has no bytes.
-  [[nodiscard]] void* storage_data(std::uint32_t storage) const {
-    return storages_.at(storage).data;
-  }
+  [[nodiscard]] void* storage_data(std::uint32_t storage) const;
   /// Where the pack begins; null when it has no bytes, and for adopted tensors.
-  [[nodiscard]] void* pack_data() const noexcept;
+  [[nodiscard]] void* pack_data() const noexcept { return pack_data_; }
   /// Whether the storages free their memory when they die. Tensors over memory of somebody else
   /// (`from_blob` without a deleter) do not.
   [[nodiscard]] bool owns_memory() const noexcept;
@@ -93,10 +97,10 @@ class RESIDENCY_API TensorBlock final : public Block,
 
  private:
   friend class TensorView;
+  struct Pack;
   struct StorageEntry {
     c10::Storage storage;
     void* data = nullptr;
-    std::size_t nbytes = 0;
     std::uint32_t num_fields = 0;
   };
 
@@ -106,6 +110,15 @@ class RESIDENCY_API TensorBlock final : public Block,
   TensorBlock(Key, std::shared_ptr<const TensorLayout> layout, Location location, bool packed);
 
  private:
+  [[nodiscard]] std::size_t num_bytes_of(std::size_t storage) const {
+    return static_cast<std::size_t>(layout_->storages()[storage].count());
+  }
+  void make_tensors();
+  /// None before they are made.
+  [[nodiscard]] std::span<const at::Tensor> made_tensors() const noexcept {
+    return has_tensors_.load(std::memory_order_acquire) ? std::span(tensors_)
+                                                        : std::span<const at::Tensor>();
+  }
   void enter_storages();
   void note_contents(bool checksum);
   /// Held for some nanoseconds, or while bytes are compared (debug). A mutex would be a tenth of
@@ -116,6 +129,11 @@ class RESIDENCY_API TensorBlock final : public Block,
   std::shared_ptr<const TensorLayout> layout_;
   Location location_;
   bool packed_;
+  void* pack_data_ = nullptr;
+  at::DataPtr memory_;     // of a pack
+  Pack* shared_ = nullptr;  // what its tensors keep; made with them
+  std::mutex making_mutex_;
+  std::atomic<bool> has_tensors_{false};  // the next three are made, and stay as they are
   std::vector<at::Tensor> tensors_;
   std::vector<StorageEntry> storages_;
   std::atomic_flag known_contents_busy_;       // guards the next two

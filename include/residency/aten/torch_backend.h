@@ -53,6 +53,7 @@ class RESIDENCY_API TorchBackend final : public Backend {
   [[nodiscard]] bool is_shared(const Block& block) const override;
 
   [[nodiscard]] CopyResult copy(const CopyRequest& request) override;
+  void flush() noexcept override;
   [[nodiscard]] BlockPtr reconstruct(Source& source, const ValueSpec& spec, Location at) override;
   void release(BlockPtr block, std::vector<FencePtr> after) noexcept override;
   [[nodiscard]] FencePtr watch_escape(const Block& block) override;

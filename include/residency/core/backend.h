@@ -84,6 +84,9 @@ struct CopyRequest {
   std::vector<FencePtr> overwrite_after;
   /// The stream to copy on, given by the caller; otherwise the backend's own.
   std::optional<Stream> stream;
+  /// The manager asks for more copies at once and calls `flush` after the last: several may be
+  /// enqueued together then.
+  bool more_follow = false;
 };
 
 struct CopyResult {
@@ -138,6 +141,9 @@ class RESIDENCY_API Backend {
   /// `StorageError`, `PageLockError`), when a file cannot be read back (`MaterializationError`) or
   /// the device is lost (`DeviceLostError`); the source is then as it was.
   [[nodiscard]] virtual CopyResult copy(const CopyRequest& request) = 0;
+  /// Enqueues what `copy` has put off because more copies followed. Until then the fences of those
+  /// are pending; to wait for one, on the host or by a stream, enqueues it.
+  virtual void flush() noexcept;
   /// Calls `source.load()` and makes sure that the result is a block of this backend that is
   /// complete, is not shared, and lies at `at`; otherwise `MaterializationError`. The manager
   /// compares logical bytes and layout with the spec.

@@ -105,21 +105,16 @@ class Watch:
 
     def _line_of_script(self) -> str:
         # Autograd's threads have no frames of the script: then it is waiting in backward.
-        frames = sys._current_frames()
-        try:
-            for thread in (threading.get_ident(), threading.main_thread().ident):
-                frame: FrameType | None = frames.get(thread)
-                while frame is not None:
-                    file = frame.f_code.co_filename
-                    if file == self.script or not file.startswith(("<", *_LIBRARY_FOLDERS)):
-                        return f"{min(file, os.path.relpath(file), key=len)}:{frame.f_lineno}"
-                    frame = frame.f_back
-            return ""
-        finally:
-            # They hold this frame, which holds them: the tensors of the step that failed would stay
-            # until the garbage collector comes by.
-            frames.clear()
-            frame = None
+        for thread in (threading.get_ident(), threading.main_thread().ident):
+            # The dictionary holds this frame too: kept in a variable, it would keep the tensors of
+            # the step that failed until the garbage collector comes by.
+            frame: FrameType | None = sys._current_frames().get(thread)
+            while frame is not None:
+                file = frame.f_code.co_filename
+                if file == self.script or not file.startswith(("<", *_LIBRARY_FOLDERS)):
+                    return f"{min(file, os.path.relpath(file), key=len)}:{frame.f_lineno}"
+                frame = frame.f_back
+        return ""
 
     def _keep_peaks(self, *_) -> None:
         for key, value in current_statistics().items():
