@@ -82,7 +82,8 @@ class NullBackend final : public Backend {
   }
   void release(BlockPtr, std::vector<FencePtr>) noexcept override {}
   [[nodiscard]] FencePtr watch_escape(const Block&) override { return nullptr; }
-  void begin_access(Block&, Access, const std::optional<Stream>&, const FencePtr&, bool) override {}
+  void begin_access(Block&, Access, const std::optional<Stream>&, std::span<const FencePtr>,
+                    bool) override {}
   [[nodiscard]] std::optional<std::string> end_access(Block&, Access, bool) override {
     return std::nullopt;
   }

@@ -261,6 +261,11 @@ void TensorBlock::copy_on_host(const TensorBlock& target) const {
 }
 
 std::vector<AddressRange> TensorBlock::address_ranges() const {
+  if (layout_->storages().size() == 1) {  // nothing to put in order
+    const auto begin = reinterpret_cast<std::uintptr_t>(storage_data(0));
+    return begin == 0 ? std::vector<AddressRange>()
+                      : std::vector<AddressRange>{{begin, begin + num_bytes_of(0)}};
+  }
   std::vector<AddressRange> ranges;
   for (const iovec& piece : storages()) {
     const auto begin = reinterpret_cast<std::uintptr_t>(piece.iov_base);

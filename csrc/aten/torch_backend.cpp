@@ -542,17 +542,19 @@ FencePtr TorchBackend::watch_escape(const Block& block) {
 }
 
 void TorchBackend::begin_access(Block& block, Access access, const std::optional<Stream>& stream,
-                                const FencePtr& ready, bool checksum) {
+                                std::span<const FencePtr> after, bool checksum) {
   TensorBlock& tensors = accessible(block);
   const bool on_device = tensors.location().is_cuda();
   if (stream.has_value() && !on_device) {
     throw std::invalid_argument("host memory is not accessed on a stream");
   }
-  if (on_device) {
-    state_->devices().wait(stream.has_value() ? *stream : current_stream(tensors.location()),
-                           ready);
-  } else {
-    wait_for(ready);
+  for (const FencePtr& fence : after) {
+    if (on_device) {
+      state_->devices().wait(stream.has_value() ? *stream : current_stream(tensors.location()),
+                             fence);
+    } else {
+      wait_for(fence);
+    }
   }
   tensors.check_intact();
   if (access == Access::kWrite && !tensors.tensor_layout()->detects_writes()) {

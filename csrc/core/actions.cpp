@@ -77,7 +77,8 @@ ActionReport ManagerState::apply(const ResidencyAction& action, const ActionOpti
 }
 
 ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOptions& options,
-                                   Phase phase, const PlanName& plan, bool pin) {
+                                   Phase phase, const PlanName& plan, bool pin,
+                                   std::span<const ResidencyAction> next) {
   check_not_loading();
   const Handle handle = handle_of(action);
   TransitionRecord entry;
@@ -89,6 +90,10 @@ ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOp
   Trash trash;
   Lock lock(mutex_);
   check_open();
+  if (constexpr std::size_t kAhead = 4; next.size() > kAhead) {
+    values_.prefetch(handle_of(next[kAhead]));
+    values_.prefetch_contents(handle_of(next[kAhead / 2]));
+  }
   settle_oldest(trash);
   ValueRecord* record = take_turn(lock, handle, options.may_block);
   const Turn turn(*this, record);  // through all waits: those who came later are served later
@@ -297,13 +302,12 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
     }
   }
   const std::uint32_t content_epoch = record.content_epoch;
-  const auto inputs = std::make_shared<Inputs>(collect_inputs(record, verdict));
-  trash.objects.push_back(inputs);  // should it still own something when this fails
+  Inputs inputs = collect_inputs(record, verdict);
   Made made;
   try {
     const Unlocked unlocked(*this, lock);
-    made = make(record, handle, verdict, options, *inputs, /*more_follow=*/plan != nullptr);
-    *inputs = Inputs();
+    const Inputs owned = std::move(inputs);  // let go of with the mutex open
+    made = make(record, handle, verdict, options, owned, /*more_follow=*/plan != nullptr);
     if (closed()) {  // meanwhile: nobody is left to give it to
       unmake(made, nullptr);
       check_open();

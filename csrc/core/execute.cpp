@@ -203,7 +203,8 @@ void ManagerState::run_phase(PlanReport& report, std::span<const ResidencyAction
   for (std::size_t i = 0; i < actions.size(); ++i) {
     try {
       report.entries_.push_back(perform(
-          actions[i], {stream_for(actions[i], options.streams), options.may_block}, phase, plan));
+          actions[i], {stream_for(actions[i], options.streams), options.may_block}, phase, plan,
+          /*pin=*/false, actions.subspan(i + 1)));
     } catch (...) {
       const std::exception_ptr cause = std::current_exception();
       if (options.when_failed) {

@@ -50,6 +50,37 @@ void check_access(std::string_view call, const ValueRecord& record, const Handle
   }
 }
 
+/// What the accesses of a lease come after, value by value: the arrival, and for a write whatever
+/// else is pending.
+class AccessOrder {
+ public:
+  explicit AccessOrder(const LeaseState& lease) {
+    fences_.reserve(lease.values.size());
+    ends_.reserve(lease.values.size());
+    for (const LeasedValue& each : lease.values) {
+      const FencePtr ready = each.materialization->ready();
+      fences_.push_back(ready);
+      if (lease.access == Access::kWrite) {
+        each.materialization->for_each_pending([&](const FencePtr& fence) {
+          if (fence != ready) {
+            fences_.push_back(fence);
+          }
+        });
+      }
+      ends_.push_back(fences_.size());
+    }
+  }
+  [[nodiscard]] const std::vector<FencePtr>& all() const noexcept { return fences_; }
+  [[nodiscard]] std::span<const FencePtr> operator[](std::size_t value) const {
+    const std::size_t begin = value == 0 ? 0 : ends_[value - 1];
+    return std::span(fences_).subspan(begin, ends_[value] - begin);
+  }
+
+ private:
+  std::vector<FencePtr> fences_;
+  std::vector<std::size_t> ends_;
+};
+
 }  // namespace
 
 /// The records of `handles`, duplicates collapsed. None of them is busy, or all of them are by
@@ -157,22 +188,18 @@ Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const H
   check_available(at);
   Turns turns(*this);
   lease = protect_for_lease(lock, trash, call, handles, at, options, turns);
-  // The host waits at host locations, for arrivals that may fail, and before a write for whoever
-  // still reads the bytes; everything else is left to the consumer's stream.
+  // What comes first: the arrival, and before a write whoever still reads the bytes. The host waits
+  // for it at host locations, and for what no stream can wait for.
+  const AccessOrder order(*lease);
   std::vector<FencePtr> host_waits;
-  std::vector<FencePtr> ready;
-  ready.reserve(lease->values.size());
+  for (const FencePtr& fence : order.all()) {
+    if (fence && (!at.is_cuda() || !fence->on_stream())) {
+      host_waits.push_back(fence);
+    }
+  }
   for (const LeasedValue& each : lease->values) {
-    const Materialization& materialization = *each.materialization;
-    ready.push_back(materialization.ready());
-    if (ready.back() && (!at.is_cuda() || materialization.fails_later)) {
-      host_waits.push_back(ready.back());
-    }
-    if (materialization.is_uncertain()) {  // should it fail, nobody takes it away under the lease
+    if (each.materialization->is_uncertain()) {  // should it fail, nobody takes it away meanwhile
       turns.take_idle(*each.record);
-    }
-    if (options.access == Access::kWrite) {
-      materialization.for_each_pending([&](const FencePtr& fence) { host_waits.push_back(fence); });
     }
   }
   std::exception_ptr failure;
@@ -206,7 +233,7 @@ Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const H
     }
     for (; num_begun < lease->values.size(); ++num_begun) {
       backend_->begin_access(*lease->values[num_begun].block, options.access, stream,
-                             ready[num_begun], options_.checksum_leases);
+                             order[num_begun], options_.checksum_leases);
     }
   } catch (...) {
     failure = std::current_exception();
@@ -248,24 +275,25 @@ Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const H
   std::rethrow_exception(failure);
 }
 
-/// Whether the host has to wait for a lease of what an ensure brings: it uses the bytes itself,
-/// writes over what is still read, or the arrival can fail.
+/// Whether the host has to wait for a lease of what an ensure brings: it uses the bytes itself, or
+/// no stream can be made to wait for an arrival, or for what a write must come after.
 bool ManagerState::lease_would_wait(const ValueRecord& record, const Verdict& verdict, Location at,
                                     Access access) const {
-  const bool waits_for_all = !at.is_cuda() || access == Access::kWrite;
-  const std::span transitions(verdict.transitions.data(), verdict.num_transitions);
+  bool waits = false;
+  const auto add = [&](const FencePtr& fence) {
+    waits |= is_pending(fence) && (!at.is_cuda() || !fence->on_stream());
+  };
   const Materialization* there = record.find(at);
-  if (there != nullptr && verdict.no_op()) {
-    bool pending = there->is_uncertain() && is_pending(there->ready());
-    if (access == Access::kWrite) {
-      there->for_each_pending([&](const FencePtr&) { pending = true; });
-    }
-    return pending || (waits_for_all && is_pending(there->ready()));
+  if (there != nullptr && access == Access::kWrite) {
+    there->for_each_pending(add);
+  } else if (there != nullptr && verdict.no_op()) {
+    add(there->ready());
   }
-  return std::ranges::any_of(transitions, [&](const Transition& each) {
-    return (each.kind == TransitionKind::kCopy || each.kind == TransitionKind::kRefresh) &&
-           (waits_for_all || can_fail_later(backend_->path(each.from, each.to)));
-  });
+  const std::span transitions(verdict.transitions.data(), verdict.num_transitions);
+  return waits || std::ranges::any_of(transitions, [&](const Transition& each) {
+           return (each.kind == TransitionKind::kCopy || each.kind == TransitionKind::kRefresh) &&
+                  (!at.is_cuda() || can_fail_later(backend_->path(each.from, each.to)));
+         });
 }
 
 Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
@@ -387,16 +415,13 @@ void ManagerState::add_stream(LeaseState& lease, const Stream& stream) {
   if (std::ranges::find(lease.streams, stream) != lease.streams.end()) {
     return;
   }
-  std::vector<FencePtr> ready;
-  for (const LeasedValue& each : lease.values) {
-    ready.push_back(each.materialization->ready());
-  }
+  const AccessOrder order(lease);
   lease.streams.push_back(stream);  // before it waits: a release meanwhile records its use too
   try {
     const Unlocked unlocked(*this, lock);
     const std::lock_guard guard(lease.mutex);
     for (std::size_t i = 0; i < lease.values.size() && lease.values[i].block; ++i) {
-      backend_->begin_access(*lease.values[i].block, lease.access, stream, ready[i], false);
+      backend_->begin_access(*lease.values[i].block, lease.access, stream, order[i], false);
     }
   } catch (...) {
     std::erase(lease.streams, stream);
@@ -406,8 +431,8 @@ void ManagerState::add_stream(LeaseState& lease, const Stream& stream) {
 
 /// A fence behind all that the stream has to do and behind `uses`; the host does not wait.
 FencePtr ManagerState::join(Block& block, const Stream& stream, std::span<const FencePtr> uses) {
-  for (const FencePtr& fence : uses) {
-    backend_->begin_access(block, Access::kRead, stream, fence, false);
+  if (!uses.empty()) {
+    backend_->begin_access(block, Access::kRead, stream, uses, false);
   }
   return backend_->record_use(stream);
 }

@@ -260,7 +260,8 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   void append_failed(TransitionRecord& entry, const PlanName& plan);
 
   ActionReport perform(const ResidencyAction& action, const ActionOptions& options, Phase phase,
-                       const PlanName& plan, bool pin = false);
+                       const PlanName& plan, bool pin = false,
+                       std::span<const ResidencyAction> next = {});
   ActionReport perform_in_turn(Lock& lock, Trash& trash, ValueRecord* record,
                                const ResidencyAction& action, const ActionOptions& options,
                                TransitionRecord& entry, const PlanName& plan, bool pin);
@@ -360,6 +361,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   // begin -> end. What a transfer has freed may be allocated again before it is settled: then two
   // begin at the same address for a moment.
   std::multimap<std::uintptr_t, std::uintptr_t> managed_ranges_;
+  std::multimap<std::uintptr_t, std::uintptr_t>::iterator next_range_ = managed_ranges_.end();
   std::deque<Arrival> arrivals_;
   std::deque<Retiring> retiring_;
   std::vector<Escaped> escaped_;

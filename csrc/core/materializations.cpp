@@ -45,7 +45,8 @@ MaterializationPtr ManagerState::detach(ValueRecord& record, Location location) 
 void ManagerState::register_ranges(const Materialization& materialization) {
   if (materialization.ranges) {
     for (const AddressRange& range : *materialization.ranges) {
-      managed_ranges_.emplace(range.begin, range.end);
+      // What was made one after the other mostly lies so: then this costs no search.
+      next_range_ = std::next(managed_ranges_.emplace_hint(next_range_, range.begin, range.end));
     }
   }
 }
@@ -56,7 +57,11 @@ void ManagerState::unregister_ranges(const Materialization& materialization) {
       const auto [first, last] = managed_ranges_.equal_range(range.begin);
       const auto found =
           std::find_if(first, last, [&](const auto& each) { return each.second == range.end; });
-      managed_ranges_.erase(found);
+      const bool was_next = found == next_range_;
+      const auto after = managed_ranges_.erase(found);
+      if (was_next) {
+        next_range_ = after;
+      }
     }
   }
 }

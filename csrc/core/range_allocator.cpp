@@ -34,7 +34,7 @@ void RangeAllocator::hand_out(std::uint32_t number, Pieces& pieces, Pieces::iter
   const Bytes piece_begin = piece->first;
   const Bytes before = begin - piece_begin;
   const Bytes after = piece->second.nbytes - before - nbytes;
-  free_.erase({piece->second.nbytes, number, piece_begin});
+  auto freed = free_.extract({piece->second.nbytes, number, piece_begin});
   if (before != Bytes()) {
     piece->second.nbytes = before;
     free_.insert({before, number, piece_begin});
@@ -43,7 +43,8 @@ void RangeAllocator::hand_out(std::uint32_t number, Pieces& pieces, Pieces::iter
   piece->second = {nbytes, false};
   if (after != Bytes()) {
     pieces.emplace_hint(std::next(piece), begin + nbytes, Piece{after, true});
-    free_.insert({after, number, begin + nbytes});
+    freed.value() = {after, number, begin + nbytes};
+    free_.insert(std::move(freed));
   }
   live_ += nbytes;
 }

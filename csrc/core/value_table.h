@@ -24,8 +24,8 @@ struct MaterializationDeleter {
 };
 using MaterializationPtr = std::unique_ptr<Materialization, MaterializationDeleter>;
 
-/// One copy of a value at one location. One cache line: what is rare hangs off it.
-struct alignas(64) Materialization {
+/// One copy of a value at one location. As large as a cache line: what is rare hangs off it.
+struct Materialization {
   /// Only while something is in flight, or was not so long ago.
   struct Fences {
     FencePtr ready;                   ///< null: ready
@@ -185,10 +185,21 @@ class ValueTable {
     const auto slot = static_cast<std::uint32_t>(handle.id()) & ((1U << kSlotBits) - 1);
     const auto [number, index] = position_of(slot);
     if (number < chunks_.size() && index < chunks_[number].num_made) {
-      const char* const record = reinterpret_cast<const char*>(&chunks_[number].records[index]);
-      for (std::size_t line = 0; line < sizeof(ValueRecord); line += 64) {
-        __builtin_prefetch(record + line);
-      }
+      prefetch_lines(&chunks_[number].records[index], sizeof(ValueRecord) / 64);
+    }
+  }
+
+  /// The same for what hangs off the record, which must have been asked for a little earlier.
+  [[gnu::always_inline]] void prefetch_contents(const Handle& handle) const noexcept {
+    const ValueRecord* record = find(handle).record;
+    if (record == nullptr) {
+      return;
+    }
+    prefetch_lines(record->spec.layout.get(), 3);
+    for (const Materialization* each = record->first.get(); each != nullptr;
+         each = each->next.get()) {
+      prefetch_lines(each->block.get(), 2);
+      prefetch_lines(each->fences.get(), 1);
     }
   }
 
@@ -241,6 +252,12 @@ class ValueTable {
     std::uint32_t index;
   };
 
+  [[gnu::always_inline]] static void prefetch_lines(const void* begin,
+                                                    std::size_t count) noexcept {
+    for (std::size_t line = 0; line < count; ++line) {
+      __builtin_prefetch(static_cast<const char*>(begin) + 64 * line);
+    }
+  }
   [[nodiscard]] static constexpr Position position_of(std::uint32_t slot) noexcept {
     return slot < kNumSmallSlots ? Position{slot >> kSmallBits, slot & ((1U << kSmallBits) - 1)}
                                  : Position{kNumSmall + ((slot - kNumSmallSlots) >> kLargeBits),

@@ -329,7 +329,10 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
   const bool to_device = request.to.is_cuda();
   const Location device = to_device ? request.to : request.from;
   refuse_while_caller_captures(device, "nothing is moved");
-  const c10::cuda::CUDAGuard guard(index_of(device));
+  std::optional<c10::cuda::CUDAGuard> guard;
+  if (c10::cuda::current_device() != index_of(device)) {  // it costs more than the question
+    guard.emplace(index_of(device));
+  }
   DeviceStreams& streams = streams_of(device);
   Room room = overwrite != nullptr ? Room{std::move(overwrite), request.overwrite_after}
                                    : take_room(source.tensor_layout(), request.to);

@@ -37,6 +37,7 @@ class EventPool {
 /// A fence in a stream, which other streams can wait for. Thread-safe.
 class StreamFence : public Fence {
  public:
+  [[nodiscard]] bool on_stream() const noexcept final { return true; }
   /// Behind the work that the fence stands for. Throws what `throw_cuda_error` throws.
   [[nodiscard]] virtual cudaEvent_t event() = 0;
   /// For comparison only: the stream may have gone.

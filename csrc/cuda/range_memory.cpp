@@ -10,11 +10,6 @@
 namespace residency {
 namespace {
 
-struct Context {
-  std::shared_ptr<RangeMemory> memory;
-  const void* data;
-};
-
 bool any_pending(const std::vector<FencePtr>& fences) noexcept {
   return std::any_of(fences.begin(), fences.end(), is_pending);
 }
@@ -29,8 +24,8 @@ RangeMemory::~RangeMemory() {
 }
 
 RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
-  auto context = std::make_unique<Context>(Context{shared_from_this(), nullptr});
   Allocation allocation;
+  Live* live = nullptr;
   for (bool added = false;; added = true) {
     std::vector<Departing> unneeded;
     {
@@ -39,10 +34,11 @@ RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
         const auto* base = static_cast<const std::byte*>(segments_[range->segment].data);
         const void* data = base + range->begin.count();
         try {
-          Live& live = live_.emplace(data, Live{*range, {{}, true}}).first->second;
+          live = &live_.emplace(data, Live{shared_from_this(), data, *range, {{}, true}})
+                      .first->second;
           // Until its user says otherwise: it may be freed before anything was done with it.
-          live.uses.last_uses = last_uses_in(*range);
-          allocation.after = live.uses.last_uses;
+          live->uses.last_uses = last_uses_in(*range);
+          allocation.after = live->uses.last_uses;
           forget_last_uses_in(*range);
         } catch (...) {
           live_.erase(data);
@@ -50,17 +46,16 @@ RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
           throw;
         }
         peak_live_ = std::max(peak_live_, ranges_.live_bytes());
-        context->data = data;
       }
       // Another thread may have made room meanwhile, so that the new segment is not needed.
-      if (added && context->data != nullptr && !source_->keeps_empty_segments()) {
+      if (added && live != nullptr && !source_->keeps_empty_segments()) {
         unneeded = remove_empty_segments();
       }
     }
     give_back(std::move(unneeded));
-    if (context->data != nullptr) {
-      void* data = const_cast<void*>(context->data);
-      allocation.memory = at::DataPtr(data, context.release(), &free_context, source_->device());
+    if (live != nullptr) {
+      allocation.memory =
+          at::DataPtr(const_cast<void*>(live->data), live, &free_context, source_->device());
       return allocation;
     }
     add_segment(source_->segment_bytes(ranges_.rounded(nbytes), usage().segments));
@@ -107,23 +102,25 @@ bool RangeMemory::end_use(const void* data, DeviceLayer::LastUses uses) {
 }
 
 void RangeMemory::free_context(void* pointer) noexcept {
-  const std::unique_ptr<Context> context(static_cast<Context*>(pointer));
-  context->memory->free(context->data);
+  const auto* live = static_cast<const Live*>(pointer);
+  const std::shared_ptr<RangeMemory> memory = live->memory;
+  memory->free(*live);
 }
 
-void RangeMemory::free(const void* data) noexcept {
+void RangeMemory::free(const Live& freed) noexcept {
   if (generation_ != fork_generation()) {
     return;  // a forked child: the memory is the parent's, and the mutex may be held for ever
   }
-  Live live;
+  const Range range = freed.range;
+  DeviceLayer::LastUses uses;
   {
     const std::lock_guard lock(mutex_);
-    live = std::move(live_.find(data)->second);
+    uses = std::move(live_.find(freed.data)->second.uses);
   }
-  if (live.uses.used_by_others) {
+  if (uses.used_by_others) {
     try {
       const std::vector<FencePtr> by_others = source_->last_uses_by_others();
-      live.uses.last_uses.insert(live.uses.last_uses.end(), by_others.begin(), by_others.end());
+      uses.last_uses.insert(uses.last_uses.end(), by_others.begin(), by_others.end());
     } catch (...) {
       source_->wait_for_others();
     }
@@ -132,9 +129,9 @@ void RangeMemory::free(const void* data) noexcept {
   bool remembered = false;
   try {
     const std::lock_guard lock(mutex_);
-    if (any_pending(live.uses.last_uses)) {
-      freed_.emplace(Place(live.range.segment, live.range.begin),
-                     Freed{live.range.begin + live.range.nbytes, live.uses.last_uses});
+    if (any_pending(uses.last_uses)) {
+      freed_.emplace(Place(range.segment, range.begin),
+                     Freed{range.begin + range.nbytes, uses.last_uses});
     }
     remembered = true;
     finished = take_finished();
@@ -142,7 +139,7 @@ void RangeMemory::free(const void* data) noexcept {
     // No memory. What is not remembered must be over.
   }
   if (!remembered) {
-    for (const FencePtr& fence : live.uses.last_uses) {
+    for (const FencePtr& fence : uses.last_uses) {
       if (fence != nullptr) {
         fence->wait();
       }
@@ -151,9 +148,9 @@ void RangeMemory::free(const void* data) noexcept {
   std::vector<Departing> departing;
   {
     const std::lock_guard lock(mutex_);
-    live_.erase(data);
-    ranges_.free(live.range);
-    if (!source_->keeps_empty_segments() && ranges_.is_empty(live.range.segment)) {
+    live_.erase(freed.data);
+    ranges_.free(range);
+    if (!source_->keeps_empty_segments() && ranges_.is_empty(range.segment)) {
       departing = remove_empty_segments();
     }
   }
@@ -175,6 +172,9 @@ RangeMemory::Pieces RangeMemory::pieces_in(const Range& range) {
 
 std::vector<FencePtr> RangeMemory::last_uses_in(const Range& range) {
   std::vector<FencePtr> fences;
+  if (freed_.empty()) {
+    return fences;
+  }
   const auto [first, last] = pieces_in(range);
   for (auto piece = first; piece != last; ++piece) {
     for (const FencePtr& fence : piece->second.last_uses) {
@@ -187,6 +187,9 @@ std::vector<FencePtr> RangeMemory::last_uses_in(const Range& range) {
 }
 
 void RangeMemory::forget_last_uses_in(const Range& range) {
+  if (freed_.empty()) {
+    return;
+  }
   auto [first, last] = pieces_in(range);
   if (first == last) {
     return;

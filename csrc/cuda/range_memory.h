@@ -75,7 +75,10 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   void reset_peak();
 
  private:
+  /// A range in use: what its deleter is given.
   struct Live {
+    std::shared_ptr<RangeMemory> memory;
+    const void* data = nullptr;
     Range range;
     DeviceLayer::LastUses uses;
   };
@@ -94,8 +97,8 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
     std::vector<FencePtr> after;
   };
 
-  static void free_context(void* context) noexcept;
-  void free(const void* data) noexcept;
+  static void free_context(void* live) noexcept;
+  void free(const Live& live) noexcept;
   void add_segment(Bytes nbytes);
   /// What was last done in the range.
   [[nodiscard]] std::vector<FencePtr> last_uses_in(const Range& range);

@@ -464,7 +464,7 @@ TYPED_TEST_P(BackendConformance, UndeclaredWriteIsNoticedOnce) {
   for (const bool checksum : {false, true}) {
     BlockPtr block = this->harness.make(this->harness.memory().front(), spec, 1);
     const auto access = [&](bool write) {
-      this->backend().begin_access(*block, Access::kRead, std::nullopt, nullptr, checksum);
+      this->backend().begin_access(*block, Access::kRead, std::nullopt, {}, checksum);
       if (write) {
         this->harness.write(*block, 2);
       }
@@ -481,10 +481,10 @@ TYPED_TEST_P(BackendConformance, DeclaredWriteBecomesTheKnownContents) {
   const ValueSpec spec = this->harness.spec(this->kBytes);
   for (const bool checksum : {false, true}) {
     BlockPtr block = this->harness.make(this->harness.memory().front(), spec, 1);
-    this->backend().begin_access(*block, Access::kWrite, std::nullopt, nullptr, checksum);
+    this->backend().begin_access(*block, Access::kWrite, std::nullopt, {}, checksum);
     this->harness.write(*block, 2);
     EXPECT_EQ(this->backend().end_access(*block, Access::kWrite, checksum), std::nullopt);
-    this->backend().begin_access(*block, Access::kRead, std::nullopt, nullptr, checksum);
+    this->backend().begin_access(*block, Access::kRead, std::nullopt, {}, checksum);
     EXPECT_EQ(this->backend().end_access(*block, Access::kRead, checksum), std::nullopt);
     EXPECT_TRUE(this->harness.holds(*block, 2));
     this->give_back({std::move(block)});

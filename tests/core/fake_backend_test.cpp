@@ -173,7 +173,8 @@ TEST_F(FakeTest, KernelOnAStreamThatDoesNotWaitIsSeen) {
   // With the edge it is always in order.
   violations.clear();
   CopyResult second = copy(source, kCuda0);
-  backend->begin_access(*second.block, Access::kRead, Stream{kCuda0, 2}, second.ready, false);
+  backend->begin_access(*second.block, Access::kRead, Stream{kCuda0, 2},
+                        std::span(&second.ready, 1), false);
   backend->launch_read({kCuda0, 2}, fake(second.block), 1);
   EXPECT_FALSE(backend->end_access(*second.block, Access::kRead, false));
   backend->complete_all();

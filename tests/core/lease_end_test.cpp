@@ -488,8 +488,9 @@ TEST_F(BorrowOnTheWayTest, ThatMayNotBlockRefusesACopyThatTheHostWouldWaitFor) {
               {kDisk, kCuda0},
               {kPageable, kCuda0}},
              Access::kRead, true);
+  make_paths({{kDisk, kCuda0}, {kPageable, kCuda0}}, Access::kWrite, true);
   make_paths({{kPinned, kCuda0}, {kCuda0, kCuda1}}, Access::kRead, false);
-  make_paths({{kPinned, kCuda0}, {kCuda0, kCuda1}}, Access::kWrite, true);
+  make_paths({{kPinned, kCuda0}, {kCuda0, kCuda1}}, Access::kWrite, false);
 }
 
 TEST_F(BorrowOnTheWayTest, ThatMayNotBlockTakesWhatIsThereOnlyWhenItIsReady) {
@@ -514,11 +515,40 @@ TEST_F(BorrowOnTheWayTest, ThatMayNotBlockTakesWhatIsThereOnlyWhenItIsReady) {
   Lease reader = manager->acquire(one, kCuda0);
   backend->launch_read({kCuda0, 0}, block(reader, a), seeds[a]);
   reader.release();
-  const AcquireOptions writing{.access = Access::kWrite, .may_block = false};
+  // The stream can be made to wait for the kernel, but for no copy that a worker makes.
+  const AcquireOptions writing{
+      .access = Access::kWrite, .stream = Stream{kCuda0, 2}, .may_block = false};
+  {
+    Lease writer = manager->acquire(one, kCuda0, writing);
+    backend->launch_write({kCuda0, 2}, block(writer, a), seeds[a] = 600);
+    writer.release();
+  }
+  EXPECT_GT(backend->num_queued(), 0U) << "nobody waited";
+  manager->ensure(a, kDisk);
   refused<UnavailableError>([&] { manager->acquire(one, kCuda0, writing).release(); });
   refused<UnavailableError>([&] { manager->borrow(one, kCuda0, writing).release(); });
   backend->complete_all();
   manager->borrow(one, kCuda0, writing).release();
+  EXPECT_TRUE(holds(a, kCuda0));
+}
+
+TEST_F(BorrowOnTheWayTest, StreamAddedToAWriteWaitsForTheReadersToo) {
+  start();
+  const Handle a = adopt(kCuda0, 100, kReplicable, kMutable);
+  const Handle one[] = {a};
+  for (std::uint64_t round = 0; round < 30; ++round) {  // what is unordered runs in any order
+    Lease reader = manager->acquire(one, kCuda0, {.stream = Stream{kCuda0, 1}});
+    backend->launch_read({kCuda0, 1}, block(reader, a), seeds[a]);
+    reader.release();
+    Lease writer =
+        manager->acquire(one, kCuda0, {.access = Access::kWrite, .stream = Stream{kCuda0, 2}});
+    writer.add_stream({kCuda0, 3});
+    backend->launch_write({kCuda0, 3}, block(writer, a), seeds[a] = 601 + round);
+    writer.release();
+    EXPECT_GT(backend->num_queued(), 0U) << "nobody waited";
+    backend->complete_all();
+    EXPECT_TRUE(holds(a, kCuda0));
+  }
 }
 
 TEST_F(BorrowOnTheWayTest, RefreshesAStaleOneAndCanWrite) {

@@ -172,10 +172,12 @@ struct LooseBackend : Backend {
     push(job);
   }
   [[nodiscard]] FencePtr watch_escape(const Block&) override { return nullptr; }
-  void begin_access(Block&, Access, const std::optional<Stream>&, const FencePtr& ready,
+  void begin_access(Block&, Access, const std::optional<Stream>&, std::span<const FencePtr> after,
                     bool) override {
-    if (ready) {
-      ready->wait();
+    for (const FencePtr& fence : after) {
+      if (fence) {
+        fence->wait();
+      }
     }
   }
   [[nodiscard]] std::optional<std::string> end_access(Block&, Access, bool) override {

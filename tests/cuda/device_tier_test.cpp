@@ -591,6 +591,39 @@ TEST_F(DeviceTier, EmptySegmentIsOnesThatOthersCanHave) {
   EXPECT_FALSE(runs_out_of_memory(most_of_the_device()));
 }
 
+TEST_F(DeviceTier, WriteComesBehindWhoeverStillReads) {
+  const Handle handle = value(64, 1, Mutability::kMutable);
+  manager_->move(handle, kDevice).wait();
+  manager_->ensure(handle, kPinned).wait();  // the slab is there
+  manager_->drop(handle, kPinned);
+  const c10::cuda::CUDAStream reader = c10::cuda::getStreamFromPool();
+  const c10::cuda::CUDAStream writer = c10::cuda::getStreamFromPool();
+  const at::Tensor result = on_device(64);
+  Gate gate(reader);
+  {
+    Lease lease = manager_->acquire(one(handle), kDevice, {.stream = named(reader)});
+    const TensorResident& fields = tensors(lease, handle);
+    ASSERT_EQ(cudaMemcpyAsync(result.mutable_data_ptr(), fields[0].const_data_ptr(), 64,
+                              cudaMemcpyDefault, reader),
+              cudaSuccess);
+    lease.release();
+  }
+  {
+    Lease lease =
+        manager_->acquire(one(handle), kDevice,
+                          {.access = Access::kWrite, .stream = named(writer), .may_block = false});
+    const TensorResident& fields = tensors(lease, handle);
+    ASSERT_EQ(cudaMemsetAsync(fields[0].mutable_data_ptr(), 2, 64, writer), cudaSuccess);
+    lease.release();
+  }
+  gate.open();
+  manager_->synchronize();
+  std::uint8_t read = 0;
+  ASSERT_EQ(cudaMemcpy(&read, result.const_data_ptr(), 1, cudaMemcpyDeviceToHost), cudaSuccess);
+  EXPECT_EQ(read, 1);
+  EXPECT_EQ(byte_of(handle, kDevice), 2);
+}
+
 TEST_F(DeviceTier, WriteLeaseMakesTheOthersStaleAndTheyAreRefreshedInPlace) {
   const Handle handle = value(kMiB, 1, Mutability::kMutable);
   manager_->ensure(handle, kPinned).wait();

@@ -560,8 +560,10 @@ namespace {
 /// The completion of queued work. Waiting for it makes it happen.
 class OperationFence : public Fence {
  public:
-  explicit OperationFence(std::weak_ptr<World> world) : world_(std::move(world)) {}
+  OperationFence(std::weak_ptr<World> world, bool on_stream)
+      : world_(std::move(world)), on_stream_(on_stream) {}
   void bind(const OperationPtr& operation) { operation_ = operation; }
+  [[nodiscard]] bool on_stream() const noexcept override { return on_stream_; }
   void wait() override {
     const auto world = world_.lock();
     const auto operation = operation_.lock();
@@ -579,7 +581,8 @@ class OperationFence : public Fence {
   std::optional<std::int64_t> elapsed_ns() const override { return Fence::elapsed_ns(); }
 
  private:
-  std::weak_ptr<World> world_;
+  const std::weak_ptr<World> world_;
+  const bool on_stream_;
   std::weak_ptr<Operation> operation_;
 };
 
@@ -600,8 +603,8 @@ class EscapeFence : public Fence {
 };
 
 std::shared_ptr<OperationFence> make_fence(const std::shared_ptr<World>& world,
-                                           const OperationPtr& operation) {
-  auto fence = std::make_shared<OperationFence>(world);
+                                           const OperationPtr& operation, bool on_stream) {
+  auto fence = std::make_shared<OperationFence>(world, on_stream);
   fence->bind(operation);
   operation->fence = fence;
   return fence;
@@ -918,7 +921,8 @@ CopyResult FakeBackend::copy(const CopyRequest& request) {
   if (request.stream) {
     world_->put_on_stream(operation, *request.stream);
   }
-  const FencePtr fence = make_fence(world_, operation);
+  const bool on_stream = (request.from.is_cuda() || request.to.is_cuda()) && !can_fail_later(way);
+  const FencePtr fence = make_fence(world_, operation, on_stream);
   world_->enqueue(operation);
   world_->newest[{request.value, request.to}] = {operation, fence};
   CopyResult result;
@@ -1011,7 +1015,7 @@ FencePtr FakeBackend::watch_escape(const Block& block) {
 }
 
 void FakeBackend::begin_access(Block& block, Access /*access*/, const std::optional<Stream>& stream,
-                               const FencePtr& ready, bool checksum) {
+                               std::span<const FencePtr> after, bool checksum) {
   probe("Backend::begin_access");
   World::Lock lock(world_->mutex);
   world_->check_open(lock, "begin_access");
@@ -1021,7 +1025,7 @@ void FakeBackend::begin_access(Block& block, Access /*access*/, const std::optio
   if (memory->released) {
     world_->violation(lock, "access to a block that was released");
   }
-  const auto before = world_->operations_of({ready});
+  const auto before = world_->operations_of({after.begin(), after.end()});
   if (const auto use = world_->uncovered_use(*memory, before, true);
       !use.empty() && use.starts_with("a queued copy")) {
     world_->violation(lock, "access without waiting for " + use);
@@ -1096,7 +1100,7 @@ FencePtr FakeBackend::record_use(const Stream& stream) {
   auto mark = std::make_shared<Operation>();
   mark->kind = Kind::kMark;
   world_->put_on_stream(mark, stream);
-  FencePtr fence = make_fence(world_, mark);
+  FencePtr fence = make_fence(world_, mark, /*on_stream=*/true);
   world_->enqueue(mark);
   world_->progress(lock);
   return fence;

@@ -200,7 +200,7 @@ class FakeBackend : public Backend {
   void release(BlockPtr block, std::vector<FencePtr> after) noexcept override;
   [[nodiscard]] FencePtr watch_escape(const Block& block) override;
   void begin_access(Block& block, Access access, const std::optional<Stream>& stream,
-                    const FencePtr& ready, bool checksum) override;
+                    std::span<const FencePtr> after, bool checksum) override;
   [[nodiscard]] std::optional<std::string> end_access(Block& block, Access access,
                                                       bool checksum) override;
   [[nodiscard]] std::unique_ptr<View> open_view(Block& block) override;

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -157,10 +158,11 @@ class RESIDENCY_API Backend {
   /// is not shared.
   [[nodiscard]] virtual FencePtr watch_escape(const Block& block) = 0;
 
-  /// Prepares a read or write of `block` by a lease; with `stream` makes the stream wait on
-  /// `ready` (device side, the host does not wait). With `checksum` remembers the bytes.
+  /// Prepares a read or write of `block` by a lease; with `stream` makes the stream wait for
+  /// `after` (the host does not wait, except for fences that are not `on_stream`). Null fences are
+  /// done. With `checksum` remembers the bytes.
   virtual void begin_access(Block& block, Access access, const std::optional<Stream>& stream,
-                            const FencePtr& ready, bool checksum) = 0;
+                            std::span<const FencePtr> after, bool checksum) = 0;
   /// Ends it. Returns the name of a field that was written without being declared, if any; the
   /// block's contents as they are now become the known ones.
   [[nodiscard]] virtual std::optional<std::string> end_access(Block& block, Access access,

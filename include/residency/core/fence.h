@@ -33,6 +33,8 @@ class RESIDENCY_API Fence {
   [[nodiscard]] virtual FenceStatus poll() const noexcept {
     return status_.load(std::memory_order_acquire);
   }
+  /// Whether streams of a device can be made to come after it, so that the host need not wait.
+  [[nodiscard]] virtual bool on_stream() const noexcept { return false; }
   /// Blocks the host until the fence is no longer pending. Does not throw on failure.
   virtual void wait();
   /// Time that the device or the worker spent, when known and done.
