@@ -173,6 +173,8 @@ struct TorchBackend::State {
   [[nodiscard]] DeviceLayer::Room room_for(const CopyRequest& request,
                                            const std::shared_ptr<const TensorLayout>& layout);
   CopyResult copy_on_stream(const CopyRequest& request, const TensorBlock& source);
+  /// Has a copy ahead of need enqueued little by little.
+  void pace(const FencePtr& copy) noexcept;
   /// A complete copy at the same location. Waits on the host.
   [[nodiscard]] std::shared_ptr<TensorBlock> clone(const TensorBlock& block);
 };
@@ -244,6 +246,17 @@ CopyResult TorchBackend::State::copy_on_stream(const CopyRequest& request,
   CopyResult result = devices().copy(request, source, block);
   block->count_overwrite();
   return result;
+}
+
+void TorchBackend::State::pace(const FencePtr& copy) noexcept {
+  try {
+    (void)start(TransferWorker::Kind::kAhead,
+                [copy, devices = options.devices](FileIo&, const std::atomic<bool>& abandon) {
+                  devices->pace(*copy, abandon);
+                });
+  } catch (...) {
+    // No thread for it: whoever waits for the copy has it enqueued.
+  }
 }
 
 std::shared_ptr<TensorBlock> TorchBackend::State::clone(const TensorBlock& block) {
@@ -400,6 +413,9 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
     if (range.is_recording()) {
       flush();  // under its label
     }
+    if (request.ahead_of_need && is_pending(result.ready)) {
+      state_->pace(result.ready);
+    }
     return result;
   }
   FileTier* to_disk = request.to.is_disk() ? state_->find_disk(request.to) : nullptr;
@@ -430,17 +446,17 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
     }
     file->tier()->make_file_again(*file);
     result.ready = state_->start(
-        TransferWorker::Kind::kDisk,
+        request.ahead_of_need ? TransferWorker::Kind::kAhead : TransferWorker::Kind::kDisk,
         [from_memory, from_file, file, after = std::move(after), stream = request.stream,
-         devices = state_->options.devices, from = request.from,
-         to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
+         ahead_of_need = request.ahead_of_need, devices = state_->options.devices,
+         from = request.from, to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
           wait_for_all(after);
           const ProfilerRange range(from, to);
           if (from_file != nullptr) {
             file->tier()->copy(*from_file, *file, abandon, io);
           } else if (from_memory->location().is_cuda()) {
             const auto on_host = TensorBlock::allocate(from_memory->tensor_layout());
-            devices->copy_staged(*from_memory, *on_host, stream, abandon);
+            devices->copy_staged(*from_memory, *on_host, stream, ahead_of_need, abandon);
             file->tier()->write(*file, on_host->storages(), abandon, io);
           } else {
             file->tier()->write(*file, from_memory->storages(), abandon, io);
@@ -452,26 +468,29 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
 
   DeviceLayer::Room room = state_->room_for(request, layout);
   after.insert(after.end(), room.after.begin(), room.after.end());
-  result.ready = state_->start(
-      from_file != nullptr ? TransferWorker::Kind::kDisk : TransferWorker::Kind::kStaging,
-      [from_memory, from_file, target = room.block, after = std::move(after),
-       stream = request.stream, devices = state_->options.devices, from = request.from,
-       to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
-        wait_for_all(after);
-        const ProfilerRange range(from, to);
-        const bool to_device = target->location().is_cuda();
-        if (from_file != nullptr && to_device) {
-          const auto on_host = TensorBlock::allocate(target->tensor_layout());
-          from_file->tier()->read(*from_file, on_host->storages(), abandon, io);
-          devices->copy_staged(*on_host, *target, stream, abandon);
-        } else if (from_file != nullptr) {
-          from_file->tier()->read(*from_file, target->storages(), abandon, io);
-        } else if (to_device || from_memory->location().is_cuda()) {
-          devices->copy_staged(*from_memory, *target, stream, abandon);
-        } else {
-          from_memory->copy_on_host(*target);
-        }
-      });
+  result.ready =
+      state_->start(request.ahead_of_need  ? TransferWorker::Kind::kAhead
+                    : from_file != nullptr ? TransferWorker::Kind::kDisk
+                                           : TransferWorker::Kind::kStaging,
+                    [from_memory, from_file, target = room.block, after = std::move(after),
+                     stream = request.stream, ahead_of_need = request.ahead_of_need,
+                     devices = state_->options.devices, from = request.from,
+                     to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
+                      wait_for_all(after);
+                      const ProfilerRange range(from, to);
+                      const bool to_device = target->location().is_cuda();
+                      if (from_file != nullptr && to_device) {
+                        const auto on_host = TensorBlock::allocate(target->tensor_layout());
+                        from_file->tier()->read(*from_file, on_host->storages(), abandon, io);
+                        devices->copy_staged(*on_host, *target, stream, ahead_of_need, abandon);
+                      } else if (from_file != nullptr) {
+                        from_file->tier()->read(*from_file, target->storages(), abandon, io);
+                      } else if (to_device || from_memory->location().is_cuda()) {
+                        devices->copy_staged(*from_memory, *target, stream, ahead_of_need, abandon);
+                      } else {
+                        from_memory->copy_on_host(*target);
+                      }
+                    });
   if (request.overwrite != nullptr) {
     // Autograd must not take the new bytes for those that it saved.
     room.block->count_overwrite();

@@ -40,7 +40,8 @@ struct TransferWorker::State {
   std::thread thread;
 
   void run(Kind kind) {
-    pthread_setname_np(pthread_self(), kind == Kind::kDisk ? "residency-disk" : "residency-stage");
+    constexpr std::array kNames = {"residency-disk", "residency-stage", "residency-ahead"};
+    pthread_setname_np(pthread_self(), kNames.at(static_cast<std::size_t>(kind)));
     FileIo io;
     for (;;) {
       Work work;

@@ -29,15 +29,16 @@ class TransferGroup {
   std::atomic<bool> abandoned_{false};
 };
 
-/// A thread of the process: one for files, one for copies staged through page-locked memory. It
-/// carries out work in the order in which it was submitted, whoever submitted it. Started by the
-/// first `submit` while somebody holds it; the thread ends with the last holder. Thread-safe.
+/// A thread of the process: one for files, one for copies staged through page-locked memory, one
+/// for whatever is ahead of need. It carries out work in the order in which it was submitted,
+/// whoever submitted it. Started by the first `submit` while somebody holds it; the thread ends
+/// with the last holder. Thread-safe.
 class TransferWorker {
  public:
   using Work = std::function<void(FileIo&)>;
 
-  enum class Kind : std::uint8_t { kDisk, kStaging };
-  static constexpr std::size_t kNumKinds = 2;
+  enum class Kind : std::uint8_t { kDisk, kStaging, kAhead };
+  static constexpr std::size_t kNumKinds = 3;
   [[nodiscard]] static std::shared_ptr<TransferWorker> shared(Kind kind);
 
   explicit TransferWorker(Kind kind);

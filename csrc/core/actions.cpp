@@ -242,6 +242,7 @@ ManagerState::Made ManagerState::make(const ValueRecord& record, const Handle& h
         request.overwrite_after = inputs.overwrite_after;
         request.stream = options.stream;
         request.more_follow = more_follow;
+        request.ahead_of_need = options.prefetch;
         CopyResult result = backend_->copy(request);
         made.fence = std::move(result.ready);
         made.path = result.path;

@@ -194,6 +194,41 @@ PlanReport ManagerState::execute(std::span<const ResidencyAction> actions,
   return report;
 }
 
+PlanReport ManagerState::prefetch(std::span<const Handle> handles, Location at) {
+  check_not_loading();
+  PlanReport report;
+  report.plan_ = "prefetch";
+  report.entries_.reserve(handles.size());
+  const auto name = std::make_shared<const std::string>(report.plan_);
+  const FlushAtEnd flush_at_end(*backend_);
+  const auto would_load = [&](const ResidencyAction& ensure) {
+    const Lock lock(mutex_);
+    check_open();
+    return plan_action(present_, ensure).reason == Reason::kLoaded;
+  };
+  for (const Handle& handle : handles) {
+    const EnsureResident ensure{handle, at};
+    if (would_load(ensure)) {
+      break;
+    }
+    try {
+      report.entries_.push_back(
+          perform(ensure, {.may_block = false, .prefetch = true}, Phase::kExecute, name));
+    } catch (const HandleError&) {
+      throw;
+    } catch (const ClosedError&) {
+      throw;
+    } catch (const ForkError&) {
+      throw;
+    } catch (const TransferError&) {
+      throw;  // of an earlier transfer, which is told once
+    } catch (...) {
+      break;  // it is in the trace; whoever needs the value will be told
+    }
+  }
+  return report;
+}
+
 /// Carries out the actions of one phase and adds them to the report. On failure with rollback,
 /// everything in the report from `rollback_from` on is undone.
 void ManagerState::run_phase(PlanReport& report, std::span<const ResidencyAction> actions,

@@ -78,6 +78,9 @@ PlanReport Manager::execute(std::span<const ResidencyAction> actions,
                             const ExecuteOptions& options) {
   return state_->execute(actions, options);
 }
+PlanReport Manager::prefetch(std::span<const Handle> handles, Location at) {
+  return state_->prefetch(handles, at);
+}
 Explanation Manager::explain(const ResidencyPlan& plan,
                              std::optional<std::uint64_t> expected_state_version) const {
   return state_->explain(&plan, {}, expected_state_version);

@@ -115,6 +115,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   // Actions and plans (actions.cpp, execute.cpp)
   ActionReport apply(const ResidencyAction& action, const ActionOptions& options);
   PlanReport execute(std::span<const ResidencyAction> actions, const ExecuteOptions& options);
+  PlanReport prefetch(std::span<const Handle> handles, Location at);
   [[nodiscard]] Explanation explain(const ResidencyPlan* plan,
                                     std::span<const ResidencyAction> actions,
                                     std::optional<std::uint64_t> expected_state_version);

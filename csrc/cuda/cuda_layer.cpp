@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <exception>
 #include <iterator>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include <c10/cuda/CUDAFunctions.h>
@@ -20,6 +22,7 @@
 #include "csrc/cuda/device_segments.h"
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/nvtx_range.h"
+#include "csrc/cuda/paced_copy.h"
 #include "csrc/cuda/page_locked_segments.h"
 #include "csrc/cuda/range_memory.h"
 #include "csrc/cuda/runtime.h"
@@ -236,6 +239,9 @@ void refuse_while_caller_captures(Location at, std::string_view what) {
   }
 }
 
+/// So that a copy which is needed now comes at most two chunks late.
+constexpr std::size_t kMostChunksAhead = 2;
+
 class CudaLayer final : public DeviceLayer {
  public:
   [[nodiscard]] std::string why_unavailable(Location at) const override;
@@ -246,7 +252,9 @@ class CudaLayer final : public DeviceLayer {
                                 std::shared_ptr<TensorBlock> overwrite) override;
   void flush() noexcept override;
   void copy_staged(const TensorBlock& source, const TensorBlock& target,
-                   const std::optional<Stream>& stream, const std::atomic<bool>& abandon) override;
+                   const std::optional<Stream>& stream, bool ahead_of_need,
+                   const std::atomic<bool>& abandon) override;
+  void pace(Fence& copy, const std::atomic<bool>& abandon) noexcept override;
   [[nodiscard]] Stream current_stream(Location device) const override;
   [[nodiscard]] FencePtr record_use(const Stream& stream) override;
   void wait(const Stream& stream, const FencePtr& fence) override;
@@ -264,6 +272,7 @@ class CudaLayer final : public DeviceLayer {
   }
 
   Staging staging_;
+  std::vector<FencePtr> ahead_;  // chunks outstanding; of the one worker that calls `pace`
   mutable std::mutex mutex_;
   std::array<std::shared_ptr<RangeMemory>, 1 + kMaxDevices>
       memories_;  // page-locked, then by device
@@ -351,7 +360,12 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
   try {
     Lane& lane = to_device ? streams.in : streams.out;
     const NvtxRange range(copy.peers.has_value() ? "residency::copy between devices" : lane.label);
-    if (request.stream.has_value()) {
+    if (request.ahead_of_need && !request.stream.has_value() && copy.pieces.size() == 1 &&
+        source.is_packed() && room.block->is_packed()) {
+      result.ready = std::make_shared<PacedCopy>(
+          streams.events, to_device ? streams.ahead_in : streams.ahead_out, copy.pieces.front(),
+          std::vector<FencePtr>(copy.after.begin(), copy.after.end()), copy.peers);
+    } else if (request.stream.has_value()) {
       const cudaStream_t stream = handle_of(*request.stream);
       refuse_while_capturing(stream, device, "nothing is moved");
       result.ready = copy.enqueue_on(stream);
@@ -386,8 +400,26 @@ void CudaLayer::flush() noexcept {
   }
 }
 
+void CudaLayer::pace(Fence& copy, const std::atomic<bool>& abandon) noexcept {
+  auto* paced = dynamic_cast<PacedCopy*>(&copy);
+  if (paced == nullptr) {
+    return;
+  }
+  constexpr auto kPatience = std::chrono::microseconds(50);
+  const auto has_room = [&] {
+    std::erase_if(ahead_, [](const FencePtr& chunk) { return !is_pending(chunk); });
+    return ahead_.size() < kMostChunksAhead || abandon.load(std::memory_order_relaxed);
+  };
+  do {
+    while (!has_room()) {
+      std::this_thread::sleep_for(kPatience);
+    }
+  } while (paced->enqueue_next(ahead_));
+}
+
 void CudaLayer::copy_staged(const TensorBlock& source, const TensorBlock& target,
-                            const std::optional<Stream>& stream, const std::atomic<bool>& abandon) {
+                            const std::optional<Stream>& stream, bool ahead_of_need,
+                            const std::atomic<bool>& abandon) {
   const bool to_device = target.location().is_cuda();
   const TensorBlock& on_device = to_device ? target : source;
   const Location device = on_device.location();
@@ -401,7 +433,19 @@ void CudaLayer::copy_staged(const TensorBlock& source, const TensorBlock& target
                                         : streams.out.stream;
   direction.events = streams.events.get();
   direction.may_fill_gaps = on_device.is_packed();
-  staging_.copy(pieces_of(source, target), direction, abandon);
+  direction.gives_way = ahead_of_need;
+  const Pieces pieces = pieces_of(source, target);
+  if (!ahead_of_need) {
+    staging_.copy(pieces, direction, abandon);
+    return;
+  }
+  for (const Piece& piece : pieces) {
+    for (std::size_t done = 0; done < piece.nbytes; done += PacedCopy::kChunkBytes) {
+      const Piece chunk{piece.to + done, piece.from + done,
+                        std::min(piece.nbytes - done, PacedCopy::kChunkBytes)};
+      staging_.copy(std::span(&chunk, 1), direction, abandon);
+    }
+  }
 }
 
 Stream CudaLayer::current_stream(Location device) const {

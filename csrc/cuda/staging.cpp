@@ -1,6 +1,7 @@
 #include "csrc/cuda/staging.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <span>
 
@@ -43,6 +44,21 @@ std::vector<Chunk> chunks_of(std::span<const Piece> pieces, const Staging::Direc
   return chunks;
 }
 
+/// Adds to a count for the time of a scope.
+class Counted {
+ public:
+  Counted(std::atomic<int>& count, int added) noexcept : count_(count), added_(added) {
+    count_ += added_;
+  }
+  Counted(const Counted&) = delete;
+  Counted& operator=(const Counted&) = delete;
+  ~Counted() { count_ -= added_; }
+
+ private:
+  std::atomic<int>& count_;
+  const int added_;
+};
+
 /// One event for each buffer, given back at the end of the scope.
 class SlotEvents {
  public:
@@ -81,6 +97,11 @@ void Staging::trim() noexcept {
 
 void Staging::copy(std::span<const Piece> pieces, const Direction& direction,
                    const std::atomic<bool>& abandon) {
+  constexpr auto kPatience = std::chrono::microseconds(50);
+  while (direction.gives_way && num_needed_now_ != 0) {
+    std::this_thread::sleep_for(kPatience);
+  }
+  const Counted needed_now(num_needed_now_, direction.gives_way ? 0 : 1);
   const std::lock_guard lock(mutex_);
   const RelaxedCapture relaxed;
   if (ring_ == nullptr) {

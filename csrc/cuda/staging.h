@@ -35,6 +35,8 @@ class Staging {
     EventPool* events = nullptr;
     /// The gaps between the pieces on the device may be overwritten (with anything).
     bool may_fill_gaps = false;
+    /// Begins only when nobody else wants the buffers who does not give way.
+    bool gives_way = false;
   };
   /// Returns when all has arrived. The device is the current one. Throws with nothing of it in
   /// flight what `throw_cuda_error` throws, `PageLockError`, and `UnavailableError` when abandoned.
@@ -44,6 +46,7 @@ class Staging {
   void trim() noexcept;
 
  private:
+  std::atomic<int> num_needed_now_{0};  // copies that do not give way
   std::mutex mutex_;
   PageLockedSegments segments_;
   std::byte* ring_ = nullptr;

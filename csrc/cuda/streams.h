@@ -24,9 +24,11 @@ inline constexpr std::size_t kMaxDevices = 128;
 /// later stream could get its number.
 struct DeviceStreams {
   std::shared_ptr<EventPool> events;
-  Lane in;                       ///< copies to the device
-  Lane out;                      ///< copies from it
-  cudaStream_t arena = nullptr;  ///< what segments are allocated on
+  Lane in;                           ///< copies to the device
+  Lane out;                          ///< copies from it
+  cudaStream_t ahead_in = nullptr;   ///< copies ahead of need to the device
+  cudaStream_t ahead_out = nullptr;  ///< and from it
+  cudaStream_t arena = nullptr;      ///< what segments are allocated on
 };
 
 /// Throws what `throw_cuda_error` throws, `ForkError` in a child of the process that made them.

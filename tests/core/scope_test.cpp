@@ -103,6 +103,60 @@ TEST_F(ExecuteTest, EmptySequenceChangesNothingAndEmptyNameIsAnArgumentError) {
   refused<std::invalid_argument>([&] { manager->execute({}, {.name = ""}); });
 }
 
+using PrefetchTest = ManagerTest;
+
+TEST_F(PrefetchTest, BringsInOrderWhatFitsAndStopsThere) {
+  budget(kCuda0, 1024_B);
+  start();
+  const Handle a = adopt(kPinned, 100);
+  const Handle b = adopt(kPinned, 100);
+  const Handle c = adopt(kPinned, 100);
+  const Handle handles[] = {a, a, b, c};
+  const PlanReport report = manager->prefetch(handles, kCuda0);
+  ASSERT_EQ(report.size(), 3U);
+  EXPECT_EQ(report[0].reason, Reason::kCopied);
+  EXPECT_TRUE(report[1].no_op());
+  EXPECT_EQ(report[2].handle, b);
+  EXPECT_EQ(places(c), std::vector{kPinned}) << "nothing was given up for it";
+  EXPECT_EQ(backend->num_queued(), 2U) << "nobody waited";
+}
+
+TEST_F(PrefetchTest, LoadsNothing) {
+  start();
+  const Handle loaded = source(100);
+  const Handle a = adopt(kPinned, 100);
+  const Handle handles[] = {loaded, a};
+  EXPECT_TRUE(manager->prefetch(handles, kCuda0).empty());
+  EXPECT_TRUE(places(loaded).empty());
+}
+
+TEST_F(PrefetchTest, StopsAtACopyThatCannotBeMadeAndSaysSoInTheTrace) {
+  start();
+  const Handle a = adopt(kPinned, 100);
+  const Handle b = adopt(kPinned, 100);
+  const Handle handles[] = {a, b};
+  backend->fail(Call::kCopy, backend->num_calls(Call::kCopy) + 2);
+  EXPECT_EQ(manager->prefetch(handles, kCuda0).size(), 1U);
+  EXPECT_TRUE(manager->trace(1).front().failed);
+  EXPECT_EQ(places(b), std::vector{kPinned});
+}
+
+TEST_F(PrefetchTest, TellsOfHandlesThatAreNotGoodAndOfTransfersThatFailedBefore) {
+  start();
+  const Handle a = adopt(kPinned, 100);
+  const Handle discarded = adopt(kPinned, 100);
+  manager->discard(discarded);
+  const Handle bad[] = {a, discarded};
+  EXPECT_THROW(manager->prefetch(bad, kCuda0), HandleError);
+  EXPECT_EQ(places(a), (std::vector{kPinned, kCuda0})) << "those before it are on their way";
+  backend->fail(Call::kTransfer, backend->num_calls(Call::kTransfer) + 1);
+  manager->ensure(a, kDisk);
+  backend->complete_all();
+  const Handle owed[] = {a};
+  EXPECT_THROW(manager->prefetch(owed, kCuda1), TransferError);
+  EXPECT_EQ(manager->prefetch(owed, kCuda1).size(), 1U) << "told once";
+}
+
 TEST_F(ExecuteTest, LaterActionsCountOnTheRoomThatEarlierOnesMake) {
   budget(kCuda0, 512_B);
   start();

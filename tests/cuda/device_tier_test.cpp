@@ -1,5 +1,6 @@
 // Values on devices and in page-locked memory, through the manager. Cases 6 to 10 of the field.
 
+#include <chrono>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -589,6 +590,142 @@ TEST_F(DeviceTier, EmptySegmentIsOnesThatOthersCanHave) {
   manager_->drop(handle, kDevice);
   EXPECT_EQ(layer_->usage(kDevice).segments, Bytes());
   EXPECT_FALSE(runs_out_of_memory(most_of_the_device()));
+}
+
+class Prefetch : public DeviceTier {
+ protected:
+  static constexpr std::int64_t kChunk = 16 * kMiB;
+  static constexpr std::int64_t kNumChunks = 8;
+
+  void SetUp() override {
+    if (!simulated()) {
+      GTEST_SKIP() << "the simulated clock tells what comes when";
+    }
+    ASSERT_EQ(simcuda_set("h2d", "16GB/s"), 0) << simcuda_message();  // about 1 ms a chunk
+  }
+  void TearDown() override {
+    if (simulated()) {
+      EXPECT_EQ(simcuda_set("h2d", before_.c_str()), 0) << simcuda_message();
+    }
+  }
+  Handle page_locked(std::int64_t nbytes, int byte) {
+    const Handle handle = value(nbytes, byte);
+    manager_->ensure(handle, kPinned).wait();
+    manager_->ensure(handle, kDevice).wait();  // the segment is there from then on
+    manager_->drop(handle, kHost);
+    return handle;
+  }
+  std::uint64_t time_to_bring(const Handle& handle) {
+    const std::uint64_t begin = simcuda_now();
+    manager_->ensure(handle, kDevice).wait();
+    return simcuda_now() - begin;
+  }
+
+  const std::string before_ = simulated() ? simcuda_get("h2d") : "";
+};
+
+TEST_F(Prefetch, NeededCopyComesAtMostTwoChunksLate) {
+  const Handle large = page_locked(kNumChunks * kChunk, 1);
+  const Handle other = page_locked(kNumChunks * kChunk, 2);
+  const Handle small = page_locked(4096, 3);
+  for (const Handle& handle : {large, other, small}) {
+    manager_->drop(handle, kDevice);
+  }
+  const std::uint64_t alone = time_to_bring(small);
+  manager_->drop(small, kDevice);
+  const std::uint64_t chunk_ns =
+      static_cast<std::uint64_t>(kChunk) * 1'000'000'000 / 16'000'000'000;
+  simcuda_reset_counters();
+  const std::uint64_t begin = simcuda_now();
+  const std::vector<Handle> wanted = {large, other};
+  const PlanReport report = manager_->prefetch(wanted, kDevice);
+  ASSERT_EQ(report.size(), 2U);
+  EXPECT_EQ(counters().busy_host_syncs, 0U);
+  while (counters().copies[SIMCUDA_H2D] < 2) {
+    std::this_thread::yield();
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // time for more than there may be
+  EXPECT_LE(counters().copies[SIMCUDA_H2D], 2 + (simcuda_now() - begin) / chunk_ns);
+  EXPECT_LE(time_to_bring(small) - alone, 2 * chunk_ns + chunk_ns / 10);
+  report.wait();
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], 2U * kNumChunks + 1);
+  EXPECT_EQ(byte_of(large, kDevice), 1);
+  EXPECT_EQ(byte_of(other, kDevice), 2);
+}
+
+TEST_F(Prefetch, WhoeverWaitsHasTheRestEnqueuedAtOnce) {
+  const Handle large = page_locked(kNumChunks * kChunk, 1);
+  manager_->drop(large, kDevice);
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  simcuda_reset_counters();
+  (void)manager_->prefetch(one(large), kDevice);
+  Lease lease =
+      manager_->acquire(one(large), kDevice, {.stream = named(consumer), .may_block = false});
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], static_cast<std::uint64_t>(kNumChunks));
+  EXPECT_EQ(counters().busy_host_syncs, 0U);
+  std::uint8_t last = 0;
+  const at::Tensor& tensor = tensors(lease, large)[0];
+  ASSERT_EQ(
+      cudaMemcpyAsync(
+          &last, static_cast<const std::uint8_t*>(tensor.const_data_ptr()) + tensor.numel() - 1, 1,
+          cudaMemcpyDeviceToHost, consumer),
+      cudaSuccess);
+  ASSERT_EQ(cudaStreamSynchronize(consumer), cudaSuccess);
+  EXPECT_EQ(last, 1);
+  lease.release();
+}
+
+TEST_F(Prefetch, ComesBehindWhoeverStillUsesTheMemory) {
+  const Handle anchor = value(64, 0);
+  manager_->ensure(anchor, kDevice).wait();  // keeps the segment
+  const Handle gone = page_locked(4 * kMiB, 1);
+  const Handle next = value(4 * kMiB, 2);
+  manager_->ensure(next, kPinned).wait();
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  const at::Tensor result = on_device(64);
+  Gate gate(consumer);
+  Lease lease = manager_->acquire(one(gone), kDevice, {.stream = named(consumer)});
+  ASSERT_EQ(cudaMemcpyAsync(result.mutable_data_ptr(), tensors(lease, gone)[0].const_data_ptr(), 64,
+                            cudaMemcpyDefault, consumer),
+            cudaSuccess);
+  lease.release();
+  manager_->drop(gone, kDevice);
+  simcuda_reset_counters();
+  const PlanReport report = manager_->prefetch(one(next), kDevice);
+  while (counters().copies[SIMCUDA_H2D] == 0) {
+    std::this_thread::yield();
+  }
+  gate.open();
+  report.wait();
+  EXPECT_GT(report.entries().front().device_elapsed_ns.value_or(0), 0);
+  manager_->synchronize();
+  std::uint8_t read = 0;
+  ASSERT_EQ(cudaMemcpy(&read, result.const_data_ptr(), 1, cudaMemcpyDeviceToHost), cudaSuccess);
+  EXPECT_EQ(read, 1);
+  EXPECT_EQ(byte_of(next, kDevice), 2);
+}
+
+TEST_F(Prefetch, OfPageableMemoryLetsOthersPass) {
+  const Handle large = value(16 * kChunk, 1);
+  const Handle needed = value(kChunk, 2);
+  simcuda_reset_counters();
+  const PlanReport report = manager_->prefetch(one(large), kDevice);
+  while (counters().copies[SIMCUDA_H2D] == 0) {
+    std::this_thread::yield();
+  }
+  const std::uint64_t before = counters().copied_bytes[SIMCUDA_H2D];
+  manager_->ensure(needed, kDevice).wait();
+  EXPECT_LE(counters().copied_bytes[SIMCUDA_H2D] - before, 3U * kChunk);
+  report.wait();
+  EXPECT_EQ(byte_of(large, kDevice), 1);
+  EXPECT_EQ(byte_of(needed, kDevice), 2);
+}
+
+TEST_F(Prefetch, ClosingTakesItAlong) {
+  const Handle large = page_locked(kNumChunks * kChunk, 1);
+  manager_->drop(large, kDevice);
+  (void)manager_->prefetch(one(large), kDevice);
+  manager_->close({.wait = false, .force = true});
 }
 
 TEST_F(DeviceTier, WriteComesBehindWhoeverStillReads) {

@@ -50,18 +50,24 @@ class RESIDENCY_API DeviceLayer {
   /// Copies between two blocks of which each is at a device or in page-locked memory, and at least
   /// one at a device: into a new pack, or into `overwrite`. Enqueued on the request's stream, or on
   /// the layer's own of the device and direction, behind `source_ready` and `overwrite_after`; where
-  /// more copies follow perhaps only by `flush`, or when its fence is waited for. Throws, with
+  /// more copies follow perhaps only by `flush`, ahead of need by `pace`, or when its fence is waited
+  /// for. Throws, with
   /// nothing of it in flight, what `allocate` throws, and `TransferError`.
   [[nodiscard]] virtual CopyResult copy(const CopyRequest& request, const TensorBlock& source,
                                         std::shared_ptr<TensorBlock> overwrite) = 0;
   /// Enqueues all that `copy` has put off.
   virtual void flush() noexcept = 0;
+  /// Enqueues a copy of which `copy` was told that it is ahead of need, by its fence: in chunks of
+  /// 16 MiB, at most two at a time. Returns when all of it is enqueued: for one worker. All at once
+  /// when told to abandon.
+  virtual void pace(Fence& copy, const std::atomic<bool>& abandon) noexcept = 0;
 
   /// The same between a device and pageable memory, in chunks through page-locked buffers. Waits
   /// on the host until all of it has arrived: for a worker. Ends early, with an error, when told to
-  /// abandon. Throws with nothing of it in flight.
+  /// abandon. One ahead of need lets others pass between its chunks. Throws with nothing of it in
+  /// flight.
   virtual void copy_staged(const TensorBlock& source, const TensorBlock& target,
-                           const std::optional<Stream>& stream,
+                           const std::optional<Stream>& stream, bool ahead_of_need,
                            const std::atomic<bool>& abandon) = 0;
 
   [[nodiscard]] virtual Stream current_stream(Location device) const = 0;

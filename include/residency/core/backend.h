@@ -88,6 +88,8 @@ struct CopyRequest {
   /// The manager asks for more copies at once and calls `flush` after the last: several may be
   /// enqueued together then.
   bool more_follow = false;
+  /// Nobody waits for it yet: copies that are asked for later may pass it.
+  bool ahead_of_need = false;
 };
 
 struct CopyResult {

@@ -104,6 +104,13 @@ class RESIDENCY_API Manager {
   /// Simulates the whole sequence, then carries it out. Throws `PlanError` with nothing changed,
   /// `PlanExecutionError` after something was begun.
   PlanReport execute(std::span<const ResidencyAction> actions, const ExecuteOptions& options = {});
+  /// A hint: brings values to a location ahead of need, in this order, as far as they fit. It gives
+  /// up nothing, waits for nothing and loads nothing, and stops at the first value that cannot be
+  /// brought like that; the report has an entry for each before it. The copies are made in that order
+  /// in chunks of 16 MiB, at most two at a time, so that copies which are needed now come at most two
+  /// chunks late. Whoever waits for one has the rest of it made at once. Throws `HandleError`,
+  /// `ClosedError`, and `TransferError` when an earlier transfer of a value is found to have failed.
+  PlanReport prefetch(std::span<const Handle> handles, Location at);
   /// The dry run: same order, same planner, no load, no allocation, no trace, no version.
   [[nodiscard]] Explanation explain(
       const ResidencyPlan& plan,

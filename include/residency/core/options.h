@@ -58,6 +58,9 @@ struct ActionOptions {
   /// for another call that is changing the value. Otherwise it is refused, with `BudgetError` for
   /// the first and `UnavailableError` for the others. Loading from a source is work, not waiting.
   bool may_block = true;
+  /// The copy is ahead of need: it is made in chunks of 16 MiB, at most two at a time, so that
+  /// copies which are needed earlier pass it. Whoever waits for it has the rest made at once.
+  bool prefetch = false;
 };
 
 struct ExecuteOptions {
