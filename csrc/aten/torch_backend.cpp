@@ -385,6 +385,12 @@ bool TorchBackend::is_shared(const Block& block) const {
   return tensors != nullptr && tensors->is_shared();
 }
 
+std::optional<Bytes> TorchBackend::spare_bytes(Location location, Bytes wanted) {
+  return location == Location::pinned_host() && state_->options.devices != nullptr
+             ? state_->devices().lockable_bytes(wanted)
+             : std::nullopt;
+}
+
 void TorchBackend::flush() noexcept {
   if (state_->options.devices != nullptr) {
     state_->devices().flush();
@@ -557,7 +563,13 @@ void TorchBackend::release(BlockPtr block, std::vector<FencePtr> after) noexcept
 
 FencePtr TorchBackend::watch_escape(const Block& block) {
   const auto* tensors = as<TensorBlock>(&block);
-  return tensors != nullptr ? tensors->watch_escape() : nullptr;
+  if (tensors == nullptr) {
+    return nullptr;
+  }
+  if (is_device_tier(tensors->location()) && state_->options.devices != nullptr) {
+    state_->devices().check_may_free(tensors->location());
+  }
+  return tensors->watch_escape();
 }
 
 void TorchBackend::begin_access(Block& block, Access access, const std::optional<Stream>& stream,

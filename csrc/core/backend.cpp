@@ -11,6 +11,10 @@ Backend::~Backend() = default;
 
 void Backend::flush() noexcept {}
 
+std::optional<Bytes> Backend::spare_bytes(Location, Bytes) {
+  return std::nullopt;
+}
+
 Stream Backend::current_stream(Location location) {
   throw std::invalid_argument("this backend has no streams at " + to_string(location));
 }

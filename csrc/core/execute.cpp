@@ -107,6 +107,54 @@ ManagerState::Simulated ManagerState::simulate(World& world, const ResidencyPlan
   return simulated;
 }
 
+/// What the system refuses of the growth that a simulation has found.
+World::Limits ManagerState::limits_of_growth(Lock& lock, const World& world) {
+  struct Growth {
+    Location location;
+    Bytes held;
+    Bytes added;
+  };
+  std::vector<Growth> growing;
+  for (const Account& account : world.touched()) {
+    const Account* now = ledger_.find(account.location);
+    const Bytes used = now != nullptr ? now->used : Bytes();
+    if (account.peak_used > used) {
+      const Bytes retiring = now != nullptr ? now->retiring : Bytes();
+      growing.push_back({account.location, used + retiring, account.peak_used - used});
+    }
+  }
+  World::Limits limits;
+  const Unlocked unlocked(*this, lock);
+  for (const Growth& each : growing) {
+    const std::optional<Bytes> spare = backend_->spare_bytes(each.location, each.added);
+    if (spare.has_value() && *spare < each.added) {
+      limits.emplace_back(each.location, each.held + *spare);
+    }
+  }
+  return limits;
+}
+
+/// Simulates, and once more within the limits of the system where they forbid what was found.
+template <class Simulate>
+ManagerState::Simulated ManagerState::simulate_within_limits(Lock& lock, std::size_t num_actions,
+                                                             const Simulate& simulate) {
+  World::Limits limits;
+  {
+    World world(values_, ledger_, *backend_, options_, num_actions);
+    const Simulated simulated = simulate(world);
+    if (!simulated.feasible) {
+      return simulated;
+    }
+    limits = limits_of_growth(lock, world);
+    if (limits.empty()) {
+      return simulated;
+    }
+  }
+  check_open();
+  World world(values_, ledger_, *backend_, options_, num_actions, std::move(limits));
+  return simulate(world);
+}
+
 Explanation ManagerState::explain(const ResidencyPlan* plan,
                                   std::span<const ResidencyAction> actions,
                                   std::optional<std::uint64_t> expected_state_version) {
@@ -117,15 +165,21 @@ Explanation ManagerState::explain(const ResidencyPlan* plan,
                                                     plan->exit().size()
                                               : actions.size());
   Trash trash;
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   check_open();
   settle(trash);
   check_version(explanation.plan, expected_state_version);
-  explanation.state_version = version_;
-  World world(values_, ledger_, *backend_, options_, explanation.actions.capacity());
-  const Simulated simulated = plan != nullptr
-                                  ? simulate(world, *plan, &explanation, true)
-                                  : simulate(world, Phase::kExecute, actions, &explanation, true);
+  const Simulated simulated =
+      simulate_within_limits(lock, explanation.actions.capacity(), [&](World& world) {
+        explanation.actions.clear();
+        explanation.reservations.clear();
+        explanation.state_version = version_;
+        const Simulated found = plan != nullptr
+                                    ? simulate(world, *plan, &explanation, true)
+                                    : simulate(world, Phase::kExecute, actions, &explanation, true);
+        explanation.locations = predicted_locations(world);
+        return found;
+      });
   explanation.feasible = simulated.feasible;
   if (!simulated.feasible) {
     const std::string what = simulated.phase == Phase::kReserve
@@ -135,18 +189,23 @@ Explanation ManagerState::explain(const ResidencyPlan* plan,
         fmt::format("{} {}, {}: {}", to_string(simulated.phase), simulated.index, what,
                     describe(simulated.verdict));
   }
+  return explanation;
+}
+
+std::vector<PredictedLocation> ManagerState::predicted_locations(const World& world) const {
+  std::vector<PredictedLocation> locations;
   for (const Account& account : world.touched()) {
     const Account* before = ledger_.find(account.location);
-    explanation.locations.push_back({.location = account.location,
-                                     .budget = account.budget,
-                                     .used_before = before != nullptr ? before->used : Bytes(),
-                                     .used_after = account.used,
-                                     .escaped_after = account.escaped,
-                                     .peak_used = account.peak_used,
-                                     .peak_charged = account.peak_charged});
+    locations.push_back({.location = account.location,
+                         .budget = account.budget,
+                         .used_before = before != nullptr ? before->used : Bytes(),
+                         .used_after = account.used,
+                         .escaped_after = account.escaped,
+                         .peak_used = account.peak_used,
+                         .peak_charged = account.peak_charged});
   }
-  std::ranges::sort(explanation.locations, {}, &PredictedLocation::location);
-  return explanation;
+  std::ranges::sort(locations, {}, &PredictedLocation::location);
+  return locations;
 }
 
 void ManagerState::check_version(const std::string& plan,
@@ -175,13 +234,13 @@ PlanReport ManagerState::execute(std::span<const ResidencyAction> actions,
   check_streams(options.streams);
   {
     Trash trash;
-    const Lock lock(mutex_);
+    Lock lock(mutex_);
     check_open();
     settle(trash);
     check_version(options.name, options.expected_state_version);
-    World world(values_, ledger_, *backend_, options_, actions.size());
-    const Simulated simulated =
-        simulate(world, Phase::kExecute, actions, nullptr, options.may_block);
+    const Simulated simulated = simulate_within_limits(lock, actions.size(), [&](World& world) {
+      return simulate(world, Phase::kExecute, actions, nullptr, options.may_block);
+    });
     if (!simulated.feasible) {
       throw_plan_error(options.name, simulated, to_string(actions[simulated.index]));
     }
@@ -373,12 +432,13 @@ void ManagerState::enter(ScopeState& scope) {
   const ResidencyPlan& plan = scope.plan;
   {
     Trash trash;
-    const Lock lock(mutex_);
+    Lock lock(mutex_);
     check_open();
     settle(trash);
     check_version(plan.name(), scope.options.expected_state_version);
-    World world(values_, ledger_, *backend_, options_);
-    const Simulated simulated = simulate(world, plan, nullptr, scope.options.may_block);
+    const Simulated simulated = simulate_within_limits(lock, 0, [&](World& world) {
+      return simulate(world, plan, nullptr, scope.options.may_block);
+    });
     if (!simulated.feasible) {
       const auto phase_actions = [&]() -> const ActionList& {
         return simulated.phase == Phase::kReclaim ? plan.reclaim()

@@ -15,6 +15,7 @@ namespace residency {
 struct Account {
   Location location;
   std::optional<Bytes> budget{};
+  std::optional<Bytes> limit{};  ///< of the system; only in a simulation
   Bytes used{};      ///< materializations, temporary loads, escaped memory
   Bytes reserved{};  ///< open reservations
   Bytes retiring{};  ///< given up, but something still reads it
@@ -36,6 +37,12 @@ struct Account {
     note_peaks();
   }
 
+  [[nodiscard]] bool has_lower_limit() const noexcept {
+    return limit.has_value() && *limit < budget.value_or(Bytes::max());
+  }
+  [[nodiscard]] Bytes most() const noexcept {
+    return has_lower_limit() ? *limit : budget.value_or(Bytes::max());
+  }
   /// Bytes by which `requested` does not fit. Without a budget the limit is what can be counted.
   [[nodiscard]] Bytes lacking(Bytes requested) const noexcept {
     // Four terms below 2^63 each, whose sum must not stop at 2^63-1 and then seem to fit.
@@ -43,17 +50,17 @@ struct Account {
     for (const Bytes each : {used, reserved, retiring, requested}) {
       sum += static_cast<unsigned __int128>(each.count());
     }
-    const auto limit = static_cast<unsigned __int128>(budget.value_or(Bytes::max()).count());
-    if (sum <= limit) {
+    const auto most = static_cast<unsigned __int128>(this->most().count());
+    if (sum <= most) {
       return Bytes();
     }
-    const unsigned __int128 over = sum - limit;
+    const unsigned __int128 over = sum - most;
     return over < static_cast<unsigned __int128>(Bytes::max().count())
                ? Bytes(static_cast<std::int64_t>(over))
                : Bytes::max();
   }
   [[nodiscard]] Shortfall shortfall(Bytes requested) const noexcept {
-    return {location, budget.value_or(Bytes::max()), used, reserved, retiring, requested};
+    return {location, most(), used, reserved, retiring, requested, has_lower_limit()};
   }
 };
 

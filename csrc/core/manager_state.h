@@ -303,6 +303,11 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
                                    bool may_block);
   [[nodiscard]] Simulated simulate_reservations(World& world, const ResidencyPlan& plan,
                                                 Explanation* out, bool may_block);
+  [[nodiscard]] World::Limits limits_of_growth(Lock& lock, const World& world);
+  template <class Simulate>
+  [[nodiscard]] Simulated simulate_within_limits(Lock& lock, std::size_t num_actions,
+                                                 const Simulate& simulate);
+  [[nodiscard]] std::vector<PredictedLocation> predicted_locations(const World& world) const;
   [[noreturn]] void throw_plan_error(const std::string& plan, const Simulated& failed,
                                      const std::string& what);
   void check_version(const std::string& plan, std::optional<std::uint64_t> expected) const;

@@ -94,10 +94,12 @@ std::string describe(const Verdict& verdict) {
                            to_string(s.location));
       }
       return fmt::format(
-          "{} has a budget of {} B, of which {} B used, {} B reserved, {} B retiring: {} B more do "
-          "not fit; make room or raise the budget by {} B",
-          to_string(s.location), s.budget.count(), s.used.count(), s.reserved.count(),
-          s.retiring.count(), s.requested.count(),
+          "{} has {} of {} B, of which {} B used, {} B reserved, {} B retiring: {} B more do "
+          "not fit; make room or raise {} by {} B",
+          to_string(s.location), s.of_system ? "a limit of the system" : "a budget",
+          s.budget.count(), s.used.count(), s.reserved.count(), s.retiring.count(),
+          s.requested.count(),
+          s.of_system ? "the limit (ulimit -l, memory.max of the cgroup)" : "the budget",
           s.used.saturating_add(s.reserved)
               .saturating_add(s.retiring)
               .saturating_add(s.requested)

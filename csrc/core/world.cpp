@@ -100,6 +100,9 @@ ValueView& World::overlaid(const Handle& handle) {
 }
 
 const Account& World::account(Location location) {
+  if (!limits_.empty()) {
+    return overlaid(location);
+  }
   for (const Account& each : accounts_) {
     if (each.location == location) {
       return each;
@@ -123,6 +126,11 @@ Account& World::overlaid(Location location) {
   // A prediction starts from the present: earlier peaks are not the plan's.
   accounts_.back().peak_used = accounts_.back().peak_charged = Bytes();
   accounts_.back().note_peaks();
+  for (const auto& [limited, limit] : limits_) {
+    if (limited == location) {
+      accounts_.back().limit = limit;
+    }
+  }
   return accounts_.back();
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "inline_vector.h"
@@ -54,14 +55,18 @@ struct ValueView {
 /// Lives under the manager's mutex.
 class World {
  public:
+  /// What the system lets locations hold, used and retiring bytes included.
+  using Limits = std::vector<std::pair<Location, Bytes>>;
+
   /// `num_actions`: how many are going to be simulated, so that room is made once.
   World(const ValueTable& values, const Ledger& ledger, const Backend& backend,
-        const ManagerOptions& options, std::size_t num_actions = 0) noexcept
+        const ManagerOptions& options, std::size_t num_actions = 0, Limits limits = {}) noexcept
       : values_(values),
         ledger_(ledger),
         backend_(backend),
         options_(options),
-        num_actions_(num_actions) {}
+        num_actions_(num_actions),
+        limits_(std::move(limits)) {}
 
   /// The reference is valid until the next call.
   [[nodiscard]] const ValueView& value(const Handle& handle);
@@ -93,6 +98,7 @@ class World {
   const Backend& backend_;
   const ManagerOptions& options_;
   const std::size_t num_actions_;
+  const Limits limits_;
 
   std::vector<Account> accounts_;
   Account unlisted_;

@@ -245,8 +245,12 @@ constexpr std::size_t kMostChunksAhead = 2;
 class CudaLayer final : public DeviceLayer {
  public:
   [[nodiscard]] std::string why_unavailable(Location at) const override;
+  [[nodiscard]] std::optional<Bytes> lockable_bytes(Bytes wanted) const override;
   [[nodiscard]] Bytes occupied_bytes(const TensorLayout& layout, Location at) const override;
   [[nodiscard]] Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) override;
+  void check_may_free(Location at) const override {
+    refuse_while_caller_captures(at, "nothing is freed");
+  }
   [[nodiscard]] bool end_use(const TensorBlock& block, const LastUses& uses) override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request, const TensorBlock& source,
                                 std::shared_ptr<TensorBlock> overwrite) override;
@@ -287,6 +291,16 @@ std::string CudaLayer::why_unavailable(Location at) const {
     return "page-locked memory is for copies to a device, and none is visible";
   }
   return {};
+}
+
+std::optional<Bytes> CudaLayer::lockable_bytes(Bytes wanted) const {
+  const Usage now = usage(Location::pinned_host());
+  const Bytes in_slabs = now.segments - now.live;
+  if (in_slabs >= wanted) {
+    return in_slabs;  // without asking the system, which costs more than a plan
+  }
+  const std::optional<Bytes> lockable = PageLockedSegments::lockable_bytes();
+  return lockable.has_value() ? std::optional(in_slabs.saturating_add(*lockable)) : std::nullopt;
 }
 
 Bytes CudaLayer::occupied_bytes(const TensorLayout& layout, Location at) const {

@@ -103,6 +103,39 @@ TEST_F(ExecuteTest, EmptySequenceChangesNothingAndEmptyNameIsAnArgumentError) {
   refused<std::invalid_argument>([&] { manager->execute({}, {.name = ""}); });
 }
 
+// Case 2.
+TEST_F(ExecuteTest, LimitOfTheSystemRefusesThePlanBeforehandAndIsNamed) {
+  start();
+  const Handle a = adopt(kPageable, 100);
+  const Handle b = adopt(kPageable, 100);
+  manager->ensure(a, kPinned);
+  backend->complete_all();
+  backend->set_spare_bytes(kPinned, 99_B);
+  const ActionList actions = {EnsureResident{b, kPinned}};
+  const auto error = refused<PlanError>([&] { manager->execute(actions); });
+  EXPECT_EQ(error->verdict.reason, Reason::kOverBudget);
+  EXPECT_EQ(error->verdict.shortfall,
+            (Shortfall{kPinned, 199_B, 100_B, Bytes(), Bytes(), 100_B, true}));
+  EXPECT_TRUE(mentions(*error, "ulimit -l")) << error->what();
+  const Explanation explanation = manager->explain(actions);
+  EXPECT_FALSE(explanation.feasible);
+  EXPECT_EQ(explanation.actions.size(), 1U);
+  EXPECT_NE(explanation.infeasible_because.find("199 B"), std::string::npos)
+      << explanation.infeasible_because;
+  Scope scope = manager->scope(ResidencyPlan({.name = "limited", .enter = actions}));
+  refused<PlanError>([&] { scope.enter(); });
+  // What makes room first fits, and a lower budget is the one that is named.
+  manager->execute(ActionList{DropResident{a, kPinned}, EnsureResident{b, kPinned}});
+  backend->set_spare_bytes(kPinned, std::nullopt);
+  EXPECT_TRUE(manager->explain(ActionList{EnsureResident{a, kPinned}}).feasible);
+  backend->set_spare_bytes(kPinned, 99_B);
+  manager->set_budget(kPinned, 150_B);
+  const auto budget = refused<PlanError>([&] {
+    manager->execute(ActionList{EnsureResident{a, kPinned}});
+  });
+  EXPECT_FALSE(budget->verdict.shortfall.of_system);
+}
+
 using PrefetchTest = ManagerTest;
 
 TEST_F(PrefetchTest, BringsInOrderWhatFitsAndStopsThere) {

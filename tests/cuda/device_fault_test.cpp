@@ -8,6 +8,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include "residency/aten/manager.h"
 #include "residency/core/errors.h"
@@ -248,6 +250,45 @@ TEST_F(DeviceFault, PageLockThatIsRefusedIsATypedError) {
   manager->move(handle, kPinned).wait();
   manager->audit();
   manager->close();
+}
+
+// The other half of case 2. In a process of its own, which is not root: root has no such limit.
+TEST_F(DeviceFault, PlanThatWouldLockTooMuchIsRefusedBeforehand) {
+  if (::geteuid() != 0) {
+    GTEST_SKIP() << "only root can become somebody with a lower limit";
+  }
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto body = [] {
+    const rlimit limit{8 * kMiB, 8 * kMiB};
+    ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &limit), 0);
+    ASSERT_EQ(::seteuid(65534), 0);
+    const auto manager = create_manager({}, {.devices = make_cuda_layer()});
+    const Handle large = value(*manager, 16 * kMiB, 7);
+    const Handle small = value(*manager, kMiB, 8);
+    const std::vector<ResidencyAction> actions = {EnsureResident{small, kPinned},
+                                                  EnsureResident{large, kPinned}};
+    const Explanation explanation = manager->explain(actions);
+    EXPECT_FALSE(explanation.feasible);
+    EXPECT_NE(explanation.infeasible_because.find("ulimit -l"), std::string::npos)
+        << explanation.infeasible_because;
+    try {
+      manager->execute(actions);
+      ADD_FAILURE() << "more than may be locked";
+    } catch (const PlanError& error) {
+      EXPECT_EQ(error.index, 1U);
+      EXPECT_TRUE(error.verdict.shortfall.of_system);
+    }
+    EXPECT_EQ(places(*manager, small), std::vector{kHost}) << "nothing was begun";
+    EXPECT_THROW(manager->ensure(large, kPinned), PageLockError);
+    manager->execute(std::vector<ResidencyAction>{EnsureResident{small, kPinned}}).wait();
+    EXPECT_TRUE(holds(*manager, small, kPinned, 8));
+    manager->close();
+  };
+  const auto run = [&] {
+    body();
+    std::exit(::testing::Test::HasFailure() ? 1 : 0);
+  };
+  EXPECT_EXIT(run(), ::testing::ExitedWithCode(0), "");
 }
 
 TEST_F(DeviceFault, MemoryThatCannotBeUnlockedIsNotGivenBack) {

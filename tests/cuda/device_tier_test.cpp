@@ -404,6 +404,7 @@ TEST_F(DeviceTier, CaptureStaysValidAndUsesWhatIsThere) {
     manager_->move(handle, kPinned).wait();
   }
   manager_->ensure(there, kDevice).wait();
+  manager_->ensure(elsewhere, kHost).wait();
   const at::Tensor read = page_locked(kMiB);
   std::memset(read.mutable_data_ptr(), 0, kMiB);
   const c10::cuda::CUDAStreamGuard guard(stream);
@@ -415,6 +416,9 @@ TEST_F(DeviceTier, CaptureStaysValidAndUsesWhatIsThere) {
             cudaSuccess);
   EXPECT_THROW(manager_->ensure(elsewhere, kDevice), CaptureError);
   EXPECT_THROW(manager_->ensure(elsewhere, kOther), CaptureError);
+  EXPECT_THROW(manager_->drop(elsewhere, kPinned), CaptureError);
+  EXPECT_THROW(manager_->discard(elsewhere), CaptureError);
+  EXPECT_THROW((void)take(*manager_, elsewhere), CaptureError);
   EXPECT_THROW(lease.release(), CaptureError) << "its use would become part of the graph";
   // What others do meanwhile does not disturb it.
   std::thread([&] { manager_->ensure(elsewhere, kOther).wait(); }).join();

@@ -197,6 +197,7 @@ class FakeBackend : public Backend {
   [[nodiscard]] bool is_shared(const Block& block) const override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request) override;
   [[nodiscard]] BlockPtr reconstruct(Source& source, const ValueSpec& spec, Location at) override;
+  [[nodiscard]] std::optional<Bytes> spare_bytes(Location location, Bytes wanted) override;
   void release(BlockPtr block, std::vector<FencePtr> after) noexcept override;
   [[nodiscard]] FencePtr watch_escape(const Block& block) override;
   void begin_access(Block& block, Access access, const std::optional<Stream>& stream,
@@ -231,6 +232,8 @@ class FakeBackend : public Backend {
   /// The copies that are queued, oldest first.
   [[nodiscard]] std::vector<TransferView> queued_transfers() const;
   /// Where the newest copy of the value to the location stands.
+  /// What the system lets the location hold more from now on; none: no limit.
+  void set_spare_bytes(Location location, std::optional<Bytes> bytes);
   [[nodiscard]] FenceStatus transfer_status(const Handle& value, Location to) const;
 
   // Streams. A kernel reads (or writes) a block when the stream comes to it.

@@ -26,6 +26,9 @@ class RESIDENCY_API DeviceLayer {
 
   /// Empty when the location exists here; otherwise why not. Pure query.
   [[nodiscard]] virtual std::string why_unavailable(Location at) const = 0;
+  /// How many bytes more the limits of the process let values have in page-locked memory, slabs
+  /// that are there included; may stop counting at `wanted`. None: no limit.
+  [[nodiscard]] virtual std::optional<Bytes> lockable_bytes(Bytes wanted) const = 0;
   /// What a packed value takes there. Pure query.
   [[nodiscard]] virtual Bytes occupied_bytes(const TensorLayout& layout, Location at) const = 0;
 
@@ -37,6 +40,8 @@ class RESIDENCY_API DeviceLayer {
   /// A pack, not initialized, in memory that earlier users may not have finished with. Throws
   /// `c10::OutOfMemoryError`, `PageLockError`, `CaptureError`, `DeviceLostError`.
   [[nodiscard]] virtual Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) = 0;
+  /// Throws `CaptureError` while the calling thread captures a graph, during which nothing is freed.
+  virtual void check_may_free(Location at) const = 0;
   struct LastUses {
     std::vector<FencePtr> last_uses;
     /// Somebody besides the manager has the memory, and may use it until it is freed, on the stream

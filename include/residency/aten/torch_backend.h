@@ -52,6 +52,7 @@ class RESIDENCY_API TorchBackend final : public Backend {
   [[nodiscard]] bool reuses_in_device_order(Location location) const override;
   [[nodiscard]] bool is_shared(const Block& block) const override;
 
+  [[nodiscard]] std::optional<Bytes> spare_bytes(Location location, Bytes wanted) override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request) override;
   void flush() noexcept override;
   [[nodiscard]] BlockPtr reconstruct(Source& source, const ValueSpec& spec, Location at) override;

@@ -138,6 +138,11 @@ class RESIDENCY_API Backend {
   /// caller's tensor, autograd), so that releasing it would not free it. Pure query.
   [[nodiscard]] virtual bool is_shared(const Block& block) const = 0;
 
+  /// How many bytes more the location can take now, as far as the system has limits that are known
+  /// beforehand; may stop counting at `wanted`. None: not known. Called when a plan makes the
+  /// location hold more, without any lock held; may read files.
+  [[nodiscard]] virtual std::optional<Bytes> spare_bytes(Location location, Bytes wanted);
+
   /// Enqueues a copy into a new block at `request.to` (or into `request.overwrite`), ordered behind
   /// the fences of the request by the device or a worker: on asynchronous paths the host does not
   /// wait. Throws when the memory cannot be had (`std::bad_alloc`, c10's out-of-memory error,
@@ -156,8 +161,9 @@ class RESIDENCY_API Backend {
   /// the location reuses in device order the backend orders that on the device; elsewhere the
   /// backend keeps the block until they completed.
   virtual void release(BlockPtr block, std::vector<FencePtr> after) noexcept = 0;
-  /// A fence that is done when the memory of a shared block has really gone; null when the block
-  /// is not shared.
+  /// Asked before a block is given up: a fence that is done when the memory of a shared block has
+  /// really gone; null when the block is not shared. Throws when it cannot be given up now
+  /// (`CaptureError`).
   [[nodiscard]] virtual FencePtr watch_escape(const Block& block) = 0;
 
   /// Prepares a read or write of `block` by a lease; with `stream` makes the stream wait for

@@ -66,6 +66,7 @@ struct Shortfall {
   Bytes reserved;
   Bytes retiring;
   Bytes requested;
+  bool of_system = false;  ///< `budget` is what the system lets the process have there
   friend bool operator==(const Shortfall&, const Shortfall&) = default;
 };
 
