@@ -125,6 +125,8 @@ def test_an_interrupt_is_reported(sim_process):
     run = sim_process.run_code(
         """
         import os, signal, torch
+        # A shell starts what runs in its background with interrupts ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.ones(1, device='cuda')
         os.kill(os.getpid(), signal.SIGINT)
         """
