@@ -241,8 +241,9 @@ ManagerState::Made ManagerState::make(const ValueRecord& record, const Handle& h
         request.overwrite = inputs.overwrite;
         request.overwrite_after = inputs.overwrite_after;
         request.stream = options.stream;
-        request.more_follow = more_follow;
-        request.ahead_of_need = options.prefetch;
+        // Not where the source goes: until the copy is enqueued it could still be refused.
+        request.more_follow = more_follow && !inputs.given_up;
+        request.ahead_of_need = options.prefetch && !inputs.given_up;
         CopyResult result = backend_->copy(request);
         made.fence = std::move(result.ready);
         made.path = result.path;

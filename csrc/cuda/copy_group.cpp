@@ -73,6 +73,7 @@ cudaError_t CopyGroup::start() noexcept {
   if (error == cudaSuccess) {
     is_put_off_ = false;
   }
+  start_failed_ = error != cudaSuccess;
   return error;
 }
 
@@ -105,7 +106,7 @@ EventFence* CopyGroup::recorded(bool may_wait) noexcept {
     if (fence_->is_orphan()) {
       return fence_.get();  // a forked child: the mutex may be held for ever
     }
-    if (!may_wait && is_put_off_) {
+    if (!may_wait && is_put_off_ && !start_failed_) {
       return nullptr;
     }
     std::unique_lock lock(lane_.mutex, std::defer_lock);

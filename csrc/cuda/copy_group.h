@@ -59,7 +59,8 @@ class CopyGroup : public std::enable_shared_from_this<CopyGroup> {
   Lane& lane_;
   const std::shared_ptr<EventFence> fence_;
   CopyBatch batch_;
-  std::atomic<bool> is_put_off_{false};  // some of it is in the batch
+  std::atomic<bool> is_put_off_{false};    // some of it is in the batch
+  std::atomic<bool> start_failed_{false};  // so that whoever asks tries again
   std::atomic<bool> is_recorded_{false};
   std::atomic<std::size_t> num_bytes_{0};
 };

@@ -374,8 +374,12 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
   try {
     Lane& lane = to_device ? streams.in : streams.out;
     const NvtxRange range(copy.peers.has_value() ? "residency::copy between devices" : lane.label);
+    const bool streams_can_wait =
+        std::none_of(copy.after.begin(), copy.after.end(), [](const FencePtr& fence) {
+          return is_pending(fence) && !fence->on_stream();
+        });
     if (request.ahead_of_need && !request.stream.has_value() && copy.pieces.size() == 1 &&
-        source.is_packed() && room.block->is_packed()) {
+        source.is_packed() && room.block->is_packed() && streams_can_wait) {
       result.ready = std::make_shared<PacedCopy>(
           streams.events, to_device ? streams.ahead_in : streams.ahead_out, copy.pieces.front(),
           std::vector<FencePtr>(copy.after.begin(), copy.after.end()), copy.peers);
@@ -424,11 +428,16 @@ void CudaLayer::pace(Fence& copy, const std::atomic<bool>& abandon) noexcept {
     std::erase_if(ahead_, [](const FencePtr& chunk) { return !is_pending(chunk); });
     return ahead_.size() < kMostChunksAhead || abandon.load(std::memory_order_relaxed);
   };
-  do {
+  constexpr int kMostFailures = 100;  // after that it is left to whoever waits
+  for (int num_failed = 0; !paced->is_enqueued() && num_failed < kMostFailures;) {
     while (!has_room()) {
       std::this_thread::sleep_for(kPatience);
     }
-  } while (paced->enqueue_next(ahead_));
+    if (!paced->enqueue_next(ahead_) && !paced->is_enqueued()) {
+      ++num_failed;
+      std::this_thread::sleep_for(kPatience);
+    }
+  }
 }
 
 void CudaLayer::copy_staged(const TensorBlock& source, const TensorBlock& target,

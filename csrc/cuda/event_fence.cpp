@@ -195,8 +195,10 @@ bool wait_on_stream(cudaStream_t stream, const FencePtr& fence, Location device)
     fence->wait();
     return true;
   }
+  // Asked for even in the same stream: what the fence stands for may not be enqueued there yet.
+  const cudaEvent_t point = event->event();
   if (event->stream() != stream) {
-    check_cuda(cudaStreamWaitEvent(stream, event->event(), 0), device, "cudaStreamWaitEvent");
+    check_cuda(cudaStreamWaitEvent(stream, point, 0), device, "cudaStreamWaitEvent");
   }
   return false;
 }

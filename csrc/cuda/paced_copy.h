@@ -30,11 +30,14 @@ class PacedCopy final : public StreamFence {
   /// Enqueues the next chunk and adds its fence. False when it was the last, and when it could not
   /// be enqueued: then whoever waits tries again.
   [[nodiscard]] bool enqueue_next(std::vector<FencePtr>& outstanding) noexcept;
+  [[nodiscard]] bool is_enqueued() const noexcept { return is_recorded_; }
 
   [[nodiscard]] FenceStatus poll() const noexcept override;
   void wait() override;
   [[nodiscard]] std::optional<std::int64_t> elapsed_ns() const override;
-  [[nodiscard]] std::exception_ptr error() const override { return fence_->error(); }
+  [[nodiscard]] std::exception_ptr error() const override {
+    return poll() == FenceStatus::kFailed ? fence_->error() : nullptr;
+  }
   /// Enqueues the rest.
   [[nodiscard]] cudaEvent_t event() override;
   [[nodiscard]] cudaStream_t stream() const noexcept override { return fence_->stream(); }

@@ -1,0 +1,175 @@
+// Random calls on values that travel through all tiers, with consumers and producers on streams:
+// whoever reads must find what was written last.
+
+#include <array>
+#include <cstdlib>
+#include <random>
+#include <string>
+
+#include <c10/cuda/CUDAStream.h>
+
+#include "residency/core/errors.h"
+#include "residency/cuda/cuda_layer.h"
+#include "tests/cuda/fixture.h"
+#include "tests/cuda/tier_fixture.h"
+
+namespace residency::testing {
+namespace {
+
+class RandomMoves : public CudaTest {
+ protected:
+  struct Value {
+    Handle handle;
+    std::int64_t nbytes;
+    int byte;
+  };
+  /// What a consumer has read, to be looked at once its stream has done it.
+  struct Read {
+    at::Tensor into;
+    int byte;
+    std::string what;
+  };
+
+  void SetUp() override {
+    const char* chosen = std::getenv("RESIDENCY_SEED");
+    seed_ = chosen != nullptr ? static_cast<std::uint32_t>(std::strtoul(chosen, nullptr, 10))
+                              : std::random_device()();
+    random_.seed(seed_);
+    RecordProperty("seed", std::to_string(seed_));
+    for (int i = 0; i < 4; ++i) {
+      streams_.push_back(c10::cuda::getStreamFromPool(false, 0));
+      streams_.push_back(c10::cuda::getStreamFromPool(false, 1));
+    }
+    constexpr std::array<std::int64_t, 6> kSizes = {1, 4096, 5000, 70'000, 1'500'000, 20'000'000};
+    for (int i = 0; i < 18; ++i) {
+      const std::int64_t nbytes = kSizes[static_cast<std::size_t>(i) % kSizes.size()];
+      values_.push_back({value(*manager_, nbytes, i, Mutability::kMutable), nbytes, i});
+    }
+  }
+
+  std::size_t below(std::size_t limit) { return random_() % limit; }
+  Value& any_value() { return values_[below(values_.size())]; }
+  Location any_location() { return places_[below(places_.size())]; }
+  ResidencyAction any_action(const Handle& handle) {
+    const Location at = any_location();
+    switch (below(4)) {
+      case 0: return DropResident{handle, at};
+      case 1: return MoveResident{handle, at, std::nullopt};
+      default: return EnsureResident{handle, at};
+    }
+  }
+  c10::cuda::CUDAStream any_stream(Location at) {
+    return streams_[2 * below(4) + static_cast<std::size_t>(at.cuda_index())];
+  }
+  static Stream named(const c10::cuda::CUDAStream& stream) {
+    return {Location::cuda(stream.device_index()), stream.id()};
+  }
+
+  void act() {
+    const Value& value = any_value();
+    manager_->apply(any_action(value.handle), {.prefetch = below(3) == 0});
+  }
+  void execute() {
+    std::vector<ResidencyAction> actions;
+    for (std::size_t i = 1 + below(20); i-- > 0;) {
+      actions.push_back(any_action(any_value().handle));
+      if (!manager_->explain(actions).feasible) {
+        actions.pop_back();
+      }
+    }
+    manager_->execute(actions);
+  }
+  void prefetch() {
+    std::vector<Handle> handles;
+    for (std::size_t i = 1 + below(5); i-- > 0;) {
+      handles.push_back(any_value().handle);
+    }
+    (void)manager_->prefetch(handles, any_location());
+  }
+  void read() {
+    const Value& value = any_value();
+    const Location at = below(2) == 0 ? kDevice : kOther;
+    const auto stream = any_stream(at);
+    Lease lease = manager_->borrow(one(value.handle), at, {.stream = named(stream)});
+    Read read{on_device(value.nbytes, at.cuda_index()), value.byte,
+              to_string(value.handle) + " at " + to_string(at)};
+    ASSERT_EQ(cudaMemcpyAsync(read.into.mutable_data_ptr(),
+                              tensors(lease, value.handle)["x"].const_data_ptr(),
+                              static_cast<std::size_t>(value.nbytes), cudaMemcpyDefault, stream),
+              cudaSuccess);
+    lease.release();
+    reads_.push_back(std::move(read));
+  }
+  void write() {
+    Value& value = any_value();
+    const Location at = below(2) == 0 ? kDevice : kOther;
+    const auto stream = any_stream(at);
+    Lease lease = manager_->borrow(one(value.handle), at,
+                                   {.access = Access::kWrite, .stream = named(stream)});
+    value.byte = static_cast<int>(below(128));
+    ASSERT_EQ(cudaMemsetAsync(tensors(lease, value.handle)["x"].mutable_data_ptr(), value.byte,
+                              static_cast<std::size_t>(value.nbytes), stream),
+              cudaSuccess);
+    lease.release();
+  }
+  void look_at_reads() {
+    ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    for (const Read& read : reads_) {
+      std::vector<unsigned char> found(static_cast<std::size_t>(read.into.numel()));
+      ASSERT_EQ(
+          cudaMemcpy(found.data(), read.into.const_data_ptr(), found.size(), cudaMemcpyDefault),
+          cudaSuccess);
+      for (const unsigned char each : found) {
+        ASSERT_EQ(each, read.byte) << read.what << ", RESIDENCY_SEED=" << seed_;
+      }
+    }
+    reads_.clear();
+  }
+
+  std::uint32_t seed_ = 0;
+  std::mt19937 random_;
+  const std::vector<Location> places_ = {kHost, kPinned, kPinned, kDevice, kDevice, kOther};
+  std::vector<c10::cuda::CUDAStream> streams_;
+  const std::shared_ptr<Manager> manager_ = create_manager({}, {.devices = make_cuda_layer()});
+  std::vector<Value> values_;
+  std::vector<Read> reads_;
+};
+
+TEST_F(RandomMoves, WhoeverReadsFindsWhatWasWrittenLast) {
+  constexpr int kNumCalls = 1500;
+  int num_refused = 0;
+  for (int call = 0; call < kNumCalls && !HasFatalFailure(); ++call) {
+    try {
+      switch (below(8)) {
+        case 0:
+        case 1: act(); break;
+        case 2: execute(); break;
+        case 3: prefetch(); break;
+        case 4:
+        case 5: write(); break;
+        default: read(); break;
+      }
+    } catch (const Error&) {
+      ++num_refused;  // a last copy that is not dropped, a source that is not there
+    }
+    if (call % 100 == 99) {
+      look_at_reads();
+    }
+  }
+  look_at_reads();
+  EXPECT_LT(num_refused, kNumCalls / 2);
+  manager_->synchronize();
+  manager_->audit();
+  for (const Value& value : values_) {
+    manager_->ensure(value.handle, kPinned).wait();
+    EXPECT_EQ(byte_of(*manager_, value.handle, kPinned), value.byte)
+        << to_string(value.handle) << ", RESIDENCY_SEED=" << seed_;
+  }
+  manager_->close();
+}
+
+}  // namespace
+}  // namespace residency::testing
