@@ -187,9 +187,7 @@ void TensorBlock::make_tensors() {
     return;
   }
   if (shared_ == nullptr) {
-    auto pack = std::make_unique<Pack>(at::DataPtr());
-    pack->memory = std::move(memory_);
-    shared_ = pack.release();
+    shared_ = new Pack(std::move(memory_));
     memory_ = shared_->refer_to(Bytes());
   }
   std::vector<StorageEntry> storages(layout_->storages().size());
@@ -215,7 +213,6 @@ void TensorBlock::make_tensors() {
     }
     tensors.push_back(std::move(tensor));
   }
-  known_versions_.resize(tensors.size());
   tensors_ = std::move(tensors);
   storages_ = std::move(storages);
   enter_storages();
@@ -230,10 +227,7 @@ void TensorBlock::enter_storages() {
     entry.data =
         num_bytes_of(i) == 0 ? nullptr : entry.storage.unsafeGetStorageImpl()->mutable_data();
   }
-  known_versions_.resize(tensors_.size());
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    known_versions_[i] = version_of(tensors_[i]);
-  }
+  note_versions();
   has_tensors_.store(true, std::memory_order_release);
 }
 
@@ -386,10 +380,14 @@ void TensorBlock::accept_contents(bool checksum) {
   note_contents(checksum);
 }
 
+void TensorBlock::note_versions() {
+  known_versions_.resize(tensors_.size());
+  std::transform(tensors_.begin(), tensors_.end(), known_versions_.begin(), version_of);
+}
+
 void TensorBlock::note_contents(bool checksum) {
-  const auto tensors = made_tensors();
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    known_versions_[i] = version_of(tensors[i]);
+  if (has_tensors_.load(std::memory_order_acquire)) {
+    note_versions();
   }
   known_stamps_.clear();
   if (checksum) {

@@ -239,12 +239,12 @@ DeviceLayer::Room TorchBackend::State::room_for(const CopyRequest& request,
 
 CopyResult TorchBackend::State::copy_on_stream(const CopyRequest& request,
                                                const TensorBlock& source) {
-  if (request.overwrite == nullptr) {
-    return devices().copy(request, source, nullptr);
-  }
-  const std::shared_ptr<TensorBlock> block = overwritten(request, *source.tensor_layout());
+  const auto block =
+      request.overwrite != nullptr ? overwritten(request, *source.tensor_layout()) : nullptr;
   CopyResult result = devices().copy(request, source, block);
-  block->count_overwrite();
+  if (block != nullptr) {
+    block->count_overwrite();
+  }
   return result;
 }
 
@@ -443,6 +443,10 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
       from_memory != nullptr ? from_memory->tensor_layout() : from_file->tensor_layout();
   std::vector<FencePtr> after = request.overwrite_after;
   after.push_back(request.source_ready);
+  const bool touches_file = to_disk != nullptr || from_file != nullptr;
+  const auto kind = request.ahead_of_need ? TransferWorker::Kind::kAhead
+                    : touches_file        ? TransferWorker::Kind::kDisk
+                                          : TransferWorker::Kind::kStaging;
 
   if (to_disk != nullptr) {
     const auto file = request.overwrite != nullptr ? as<FileBlock>(request.overwrite)
@@ -452,10 +456,9 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
     }
     file->tier()->make_file_again(*file);
     result.ready = state_->start(
-        request.ahead_of_need ? TransferWorker::Kind::kAhead : TransferWorker::Kind::kDisk,
-        [from_memory, from_file, file, after = std::move(after), stream = request.stream,
-         ahead_of_need = request.ahead_of_need, devices = state_->options.devices,
-         from = request.from, to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
+        kind, [from_memory, from_file, file, after = std::move(after), stream = request.stream,
+               ahead_of_need = request.ahead_of_need, devices = state_->options.devices,
+               from = request.from, to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
           wait_for_all(after);
           const ProfilerRange range(from, to);
           if (from_file != nullptr) {
@@ -475,28 +478,25 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
   DeviceLayer::Room room = state_->room_for(request, layout);
   after.insert(after.end(), room.after.begin(), room.after.end());
   result.ready =
-      state_->start(request.ahead_of_need  ? TransferWorker::Kind::kAhead
-                    : from_file != nullptr ? TransferWorker::Kind::kDisk
-                                           : TransferWorker::Kind::kStaging,
-                    [from_memory, from_file, target = room.block, after = std::move(after),
-                     stream = request.stream, ahead_of_need = request.ahead_of_need,
-                     devices = state_->options.devices, from = request.from,
-                     to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
-                      wait_for_all(after);
-                      const ProfilerRange range(from, to);
-                      const bool to_device = target->location().is_cuda();
-                      if (from_file != nullptr && to_device) {
-                        const auto on_host = TensorBlock::allocate(target->tensor_layout());
-                        from_file->tier()->read(*from_file, on_host->storages(), abandon, io);
-                        devices->copy_staged(*on_host, *target, stream, ahead_of_need, abandon);
-                      } else if (from_file != nullptr) {
-                        from_file->tier()->read(*from_file, target->storages(), abandon, io);
-                      } else if (to_device || from_memory->location().is_cuda()) {
-                        devices->copy_staged(*from_memory, *target, stream, ahead_of_need, abandon);
-                      } else {
-                        from_memory->copy_on_host(*target);
-                      }
-                    });
+      state_->start(kind, [from_memory, from_file, target = room.block, after = std::move(after),
+                           stream = request.stream, ahead_of_need = request.ahead_of_need,
+                           devices = state_->options.devices, from = request.from,
+                           to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
+        wait_for_all(after);
+        const ProfilerRange range(from, to);
+        const bool to_device = target->location().is_cuda();
+        if (from_file != nullptr && to_device) {
+          const auto on_host = TensorBlock::allocate(target->tensor_layout());
+          from_file->tier()->read(*from_file, on_host->storages(), abandon, io);
+          devices->copy_staged(*on_host, *target, stream, ahead_of_need, abandon);
+        } else if (from_file != nullptr) {
+          from_file->tier()->read(*from_file, target->storages(), abandon, io);
+        } else if (to_device || from_memory->location().is_cuda()) {
+          devices->copy_staged(*from_memory, *target, stream, ahead_of_need, abandon);
+        } else {
+          from_memory->copy_on_host(*target);
+        }
+      });
   if (request.overwrite != nullptr) {
     // Autograd must not take the new bytes for those that it saved.
     room.block->count_overwrite();

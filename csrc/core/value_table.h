@@ -254,7 +254,7 @@ class ValueTable {
 
   [[gnu::always_inline]] static void prefetch_lines(const void* begin,
                                                     std::size_t count) noexcept {
-    for (std::size_t line = 0; line < count; ++line) {
+    for (std::size_t line = 0; begin != nullptr && line < count; ++line) {
       __builtin_prefetch(static_cast<const char*>(begin) + 64 * line);
     }
   }

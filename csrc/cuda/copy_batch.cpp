@@ -4,6 +4,14 @@
 
 namespace residency {
 
+cudaError_t enqueue_copy(const Piece& piece, const std::optional<Peers>& peers,
+                         cudaStream_t stream) noexcept {
+  return peers.has_value()
+             ? cudaMemcpyPeerAsync(piece.to, peers->to, piece.from, peers->from, piece.nbytes,
+                                   stream)
+             : cudaMemcpyAsync(piece.to, piece.from, piece.nbytes, cudaMemcpyDefault, stream);
+}
+
 void CopyBatch::add(const Piece& piece) {
   if (to_.size() == to_.capacity()) {  // what can fail comes first: all three have equally many
     const std::size_t capacity = 2 * to_.size() + 1;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -13,6 +14,16 @@ struct Piece {
   const std::byte* from;
   std::size_t nbytes;
 };
+
+/// The devices of a copy between two.
+struct Peers {
+  int from;
+  int to;
+};
+
+/// Enqueues one copy; with `peers`, between two devices.
+[[nodiscard]] cudaError_t enqueue_copy(const Piece& piece, const std::optional<Peers>& peers,
+                                       cudaStream_t stream) noexcept;
 
 /// Copies between a device and page-locked memory, or within a device, that are enqueued together:
 /// one call costs a fraction of one for each.

@@ -1,7 +1,5 @@
 #include "csrc/cuda/copy_group.h"
 
-#include <chrono>
-#include <thread>
 #include <utility>
 
 #include "csrc/cuda/nvtx_range.h"
@@ -121,15 +119,7 @@ EventFence* CopyGroup::recorded(bool may_wait) noexcept {
 }
 
 EventFence& CopyGroup::wait_until_recorded() noexcept {
-  // A call that fails without a device being lost has another chance. Not for ever: what the caller
-  // would wait for may never come.
-  constexpr int kMostTries = 1000;
-  EventFence* fence = recorded(/*may_wait=*/true);
-  for (int i = 0; i < kMostTries && fence == nullptr; ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    fence = recorded(/*may_wait=*/true);
-  }
-  if (fence == nullptr) {
+  if (!try_for_a_second([this] { return recorded(/*may_wait=*/true) != nullptr; })) {
     const std::lock_guard lock(lane_.mutex);
     if (const cudaError_t error = close(); !is_recorded_) {
       fence_->fail(error);

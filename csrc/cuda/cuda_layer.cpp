@@ -78,11 +78,13 @@ struct Enqueuing {
   Location device;
   Pieces pieces;
   c10::SmallVector<FencePtr, 4> after = {};
-  std::optional<std::pair<int, int>> peers = std::nullopt;  // from, to
-  /// More copies follow at once, and nothing can be wrong with this one.
+  std::optional<Peers> peers = std::nullopt;
+  /// One piece of our own memory: more copies follow at once, and nothing can be wrong with it.
   bool may_be_put_off = false;
   bool blocked = false;
 
+  /// Nothing has to come before it that only the host can wait for.
+  [[nodiscard]] bool can_wait_on_stream() const;
   /// By itself. Throws with nothing of it in flight.
   FencePtr enqueue_on(cudaStream_t stream);
   /// On a stream of ours, perhaps in a group.
@@ -95,8 +97,13 @@ struct Enqueuing {
   FencePtr enqueue_behind(cudaStream_t stream);
   cudaEvent_t record_begin(cudaStream_t stream);
   void enqueue_pieces(cudaStream_t stream);
-  [[nodiscard]] cudaError_t enqueue_peer(cudaStream_t stream);
 };
+
+bool Enqueuing::can_wait_on_stream() const {
+  return std::none_of(after.begin(), after.end(), [](const FencePtr& fence) {
+    return is_pending(fence) && !fence->on_stream();
+  });
+}
 
 /// Nothing has to come before it.
 bool Enqueuing::is_free() const {
@@ -130,24 +137,12 @@ cudaEvent_t Enqueuing::record_begin(cudaStream_t stream) {
   return begin;
 }
 
-cudaError_t Enqueuing::enqueue_peer(cudaStream_t stream) {
-  for (const Piece& piece : pieces) {
-    const cudaError_t error = cudaMemcpyPeerAsync(piece.to, peers->second, piece.from, peers->first,
-                                                  piece.nbytes, stream);
-    if (error != cudaSuccess) {
-      return error;
-    }
-  }
-  return cudaSuccess;
-}
-
 void Enqueuing::enqueue_pieces(cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
-  if (peers.has_value()) {
-    error = enqueue_peer(stream);
-  } else if (pieces.size() == 1) {
-    const Piece& piece = pieces.front();
-    error = cudaMemcpyAsync(piece.to, piece.from, piece.nbytes, cudaMemcpyDefault, stream);
+  if (peers.has_value() || pieces.size() == 1) {
+    for (auto piece = pieces.begin(); piece != pieces.end() && error == cudaSuccess; ++piece) {
+      error = enqueue_copy(*piece, peers, stream);
+    }
   } else {
     CopyBatch batch;
     for (const Piece& piece : pieces) {
@@ -202,7 +197,7 @@ FencePtr Enqueuing::enqueue_on(Lane& lane) {
     check_cuda(group->close(), device, "cudaEventRecord");
     group = nullptr;
   }
-  const bool put_off = may_be_put_off && free && pieces.size() == 1;
+  const bool put_off = may_be_put_off && free;
   if (group != nullptr && !put_off) {
     // Those of a batch come in any order; this one may be behind one of them.
     check_cuda(group->start(), device, "cudaMemcpyBatchAsync");
@@ -367,19 +362,15 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
   copy.after.append(room.after.begin(), room.after.end());
   copy.after.push_back(request.source_ready);
   if (result.path == TransferPath::kPeer) {
-    copy.peers = std::pair(request.from.cuda_index(), request.to.cuda_index());
+    copy.peers = Peers{request.from.cuda_index(), request.to.cuda_index()};
   }
-  copy.may_be_put_off = request.more_follow && !copy.peers.has_value() && source.is_packed() &&
-                        room.block->is_packed();
+  const bool is_plain = !request.stream.has_value() && copy.pieces.size() == 1 &&
+                        source.is_packed() && room.block->is_packed();
+  copy.may_be_put_off = is_plain && request.more_follow && !copy.peers.has_value();
   try {
     Lane& lane = to_device ? streams.in : streams.out;
     const NvtxRange range(copy.peers.has_value() ? "residency::copy between devices" : lane.label);
-    const bool streams_can_wait =
-        std::none_of(copy.after.begin(), copy.after.end(), [](const FencePtr& fence) {
-          return is_pending(fence) && !fence->on_stream();
-        });
-    if (request.ahead_of_need && !request.stream.has_value() && copy.pieces.size() == 1 &&
-        source.is_packed() && room.block->is_packed() && streams_can_wait) {
+    if (is_plain && request.ahead_of_need && copy.can_wait_on_stream()) {
       result.ready = std::make_shared<PacedCopy>(
           streams.events, to_device ? streams.ahead_in : streams.ahead_out, copy.pieces.front(),
           std::vector<FencePtr>(copy.after.begin(), copy.after.end()), copy.peers);
@@ -402,17 +393,12 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
 
 void CudaLayer::flush() noexcept {
   for (int index = 0; index < c10::cuda::device_count(); ++index) {
-    DeviceStreams* streams = find_streams(Location::cuda(index));
-    for (Lane* lane :
-         streams != nullptr ? std::array{&streams->in, &streams->out} : std::array<Lane*, 2>{}) {
-      if (lane == nullptr) {
-        continue;
-      }
-      std::shared_ptr<CopyGroup> group;  // dies after the lock
-      const std::lock_guard lock(lane->mutex);
-      group = lane->open;
-      if (group != nullptr) {
-        (void)group->start();  // if it fails, whoever waits for it will try again
+    if (DeviceStreams* streams = find_streams(Location::cuda(index)); streams != nullptr) {
+      for (Lane* lane : {&streams->in, &streams->out}) {
+        const std::lock_guard lock(lane->mutex);
+        if (lane->open != nullptr) {
+          (void)lane->open->start();  // if it fails, whoever waits for it will try again
+        }
       }
     }
   }

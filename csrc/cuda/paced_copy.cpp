@@ -1,8 +1,6 @@
 #include "csrc/cuda/paced_copy.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 
 #include <c10/cuda/CUDAGuard.h>
 
@@ -14,7 +12,7 @@
 namespace residency {
 
 PacedCopy::PacedCopy(std::shared_ptr<EventPool> pool, cudaStream_t stream, const Piece& piece,
-                     std::vector<FencePtr> after, std::optional<std::pair<int, int>> peers)
+                     std::vector<FencePtr> after, std::optional<Peers> peers)
     : pool_(std::move(pool)), peers_(peers), rest_(piece), after_(std::move(after)) {
   begin_ = pool_->take();
   fence_ = EventFence::prepare(pool_, stream, begin_);
@@ -35,11 +33,7 @@ void PacedCopy::enqueue_chunk() {
   }
   const std::size_t nbytes = std::min(rest_.nbytes, kChunkBytes);
   const NvtxRange range("residency::prefetch");
-  const cudaError_t error =
-      peers_.has_value()
-          ? cudaMemcpyPeerAsync(rest_.to, peers_->second, rest_.from, peers_->first, nbytes,
-                                stream())
-          : cudaMemcpyAsync(rest_.to, rest_.from, nbytes, cudaMemcpyDefault, stream());
+  const cudaError_t error = enqueue_copy({rest_.to, rest_.from, nbytes}, peers_, stream());
   check_cuda(error, pool_->device(), "cudaMemcpyAsync");
   rest_ = {rest_.to + nbytes, rest_.from + nbytes, rest_.nbytes - nbytes};
 }
@@ -106,20 +100,20 @@ void PacedCopy::wait() {
   if (fence_->is_orphan()) {
     return;
   }
-  constexpr int kMostTries = 1000;  // a call that fails may have another chance, not for ever
-  for (int i = 0; !is_recorded_; ++i) {
+  const auto attempt = [this] {
     try {
       (void)event();
     } catch (...) {
       const std::lock_guard lock(mutex_);
       note_failure();
-      if (i >= kMostTries && !is_recorded_) {
-        fence_->fail(cudaErrorUnknown);
-        is_recorded_ = true;
-      }
     }
+    return is_recorded_.load();
+  };
+  if (!try_for_a_second(attempt)) {
+    const std::lock_guard lock(mutex_);
     if (!is_recorded_) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      fence_->fail(cudaErrorUnknown);
+      is_recorded_ = true;
     }
   }
   fence_->wait();

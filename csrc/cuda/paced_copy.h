@@ -5,7 +5,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -22,10 +21,10 @@ class PacedCopy final : public StreamFence {
  public:
   static constexpr std::size_t kChunkBytes = std::size_t{16} << 20;
 
-  /// `after`: what it comes behind. `peers`: the devices from and to, for a copy between two. The
-  /// stream's device must be the current one. Throws what `throw_cuda_error` throws.
+  /// `after`: what it comes behind. The stream's device must be the current one. Throws what
+  /// `throw_cuda_error` throws.
   PacedCopy(std::shared_ptr<EventPool> pool, cudaStream_t stream, const Piece& piece,
-            std::vector<FencePtr> after, std::optional<std::pair<int, int>> peers);
+            std::vector<FencePtr> after, std::optional<Peers> peers);
 
   /// Enqueues the next chunk and adds its fence. False when it was the last, and when it could not
   /// be enqueued: then whoever waits tries again.
@@ -50,7 +49,7 @@ class PacedCopy final : public StreamFence {
   void note_failure() noexcept;
 
   const std::shared_ptr<EventPool> pool_;
-  const std::optional<std::pair<int, int>> peers_;
+  const std::optional<Peers> peers_;
   std::shared_ptr<EventFence> fence_;
 
   std::mutex mutex_;             // guards the rest

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <chrono>
+#include <thread>
+
 #include <cuda_runtime_api.h>
 
 #include "residency/core/location.h"
@@ -19,6 +22,20 @@ inline void check_cuda(cudaError_t error, Location device, const char* call) {
   if (error != cudaSuccess) {
     throw_cuda_error(error, device, call);
   }
+}
+
+/// Calls `attempt` until it returns true, for a second: a call that fails without a device being
+/// lost has another chance, but not for ever, as what the caller would wait for may never come.
+template <class Attempt>
+bool try_for_a_second(const Attempt& attempt) {
+  constexpr int kMostTries = 1000;
+  for (int i = 0; !attempt(); ++i) {
+    if (i == kMostTries) {
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
 }
 
 /// In its scope calls of this thread do not disturb a capture that another thread has under way.

@@ -161,47 +161,44 @@ void fill_rows(char* destination, int value, const Shape& shape) {
   }
 }
 
-// What comes from memory that is not there: zeros, not what the host's memory happened to hold.
-std::shared_ptr<Body> dry_body_of(const CopyRequest& request, const Route& route) {
-  if (route.direction != SIMCUDA_D2H) return nullptr;
-  return std::make_shared<Body>([request, route] {
-    if (!still_there(request, route)) return cudaErrorIllegalAddress;
-    fill_rows(static_cast<char*>(request.destination), 0, request.shape);
-    return cudaSuccess;
-  });
-}
-
-std::shared_ptr<Body> body_of(const CopyRequest& request, const Route& route, bool staged) {
-  if (runtime().dry && route.direction >= 0) return dry_body_of(request, route);
-  const AddressSpace& memory = runtime().memory;
-  char* destination = static_cast<char*>(memory.bytes_at(request.destination));
-  const char* source = static_cast<const char*>(memory.bytes_at(request.source));
-  Shape shape = request.shape;
-  std::shared_ptr<std::vector<char>> buffer;
-  if (staged) {
-    buffer = stage(source, shape);
-    source = buffer->data();
-    shape.source_pitch = shape.row_bytes;
-  }
-  return std::make_shared<Body>([request, route, destination, source, shape, buffer] {
-    if (!still_there(request, route)) return cudaErrorIllegalAddress;
-    copy_rows(destination, source, shape);
-    return cudaSuccess;
-  });
-}
-
-// The copy itself, of what lies where it did when it was enqueued.
+// The copy itself. What comes from memory that is not there is zeros, not what the host's memory
+// happened to hold.
 cudaError_t run(const CopyRequest& request, const Route& route) {
   if (!still_there(request, route)) return cudaErrorIllegalAddress;
   const AddressSpace& memory = runtime().memory;
   char* destination = static_cast<char*>(memory.bytes_at(request.destination));
-  if (runtime().dry) {
+  if (runtime().dry && route.direction >= 0) {
     fill_rows(destination, 0, request.shape);
   } else {
     copy_rows(destination, static_cast<const char*>(memory.bytes_at(request.source)),
               request.shape);
   }
   return cudaSuccess;
+}
+
+// Where there is no device memory, only what comes from it leaves anything behind.
+bool really_runs(const Route& route) {
+  return !runtime().dry || route.direction < 0 || route.direction == SIMCUDA_D2H;
+}
+
+std::shared_ptr<Body> body_of(CopyRequest request, const Route& route, bool staged) {
+  if (!really_runs(route)) return nullptr;
+  std::shared_ptr<std::vector<char>> buffer;
+  if (staged) {
+    const void* source = runtime().memory.bytes_at(request.source);
+    buffer = stage(static_cast<const char*>(source), request.shape);
+    request.source = buffer->data();
+    request.shape.source_pitch = request.shape.row_bytes;
+  }
+  return std::make_shared<Body>([request, route, buffer] { return run(request, route); });
+}
+
+OperationSpec spec_of(const Route& route) {
+  OperationSpec spec{.kind = OperationKind::kCopy, .name = name_of(route)};
+  spec.engine = engine_of(route);
+  spec.direction = route.direction;
+  spec.pageable = route.pageable;
+  return spec;
 }
 
 cudaError_t copy(StreamPtr& stream, const CopyRequest& request) {
@@ -226,10 +223,7 @@ cudaError_t copy(StreamPtr& stream, const CopyRequest& request) {
     staged = stageable && !captured && !request.blocking;
     double num_bytes = static_cast<double>(shape.num_bytes());
     if (staged) runtime().clock.pass(transfer_ns(num_bytes, kPageableH2D));
-    OperationSpec spec{.kind = OperationKind::kCopy, .name = name_of(*route)};
-    spec.engine = engine_of(*route);
-    spec.direction = route->direction;
-    spec.pageable = route->pageable;
+    OperationSpec spec = spec_of(*route);
     spec.num_bytes = shape.num_bytes();
     Rate rate = staged ? kH2D : rate_of(*route);
     spec.duration_ns = time_ns(kCopyLatency) + transfer_ns(num_bytes, rate);
@@ -261,9 +255,7 @@ bool is_plain_transfer(const CopyRequest& request, const Route& route) {
 // the order of the call is to notice.
 cudaError_t submit_together(StreamPtr& stream, std::vector<CopyRequest> requests,
                             const Route& route) {
-  OperationSpec spec{.kind = OperationKind::kCopy, .name = name_of(route)};
-  spec.engine = engine_of(route);
-  spec.direction = route.direction;
+  OperationSpec spec = spec_of(route);
   spec.num_copies = static_cast<uint32_t>(requests.size());
   for (const CopyRequest& request : requests) {
     uint64_t num_bytes = request.shape.num_bytes();
@@ -271,7 +263,7 @@ cudaError_t submit_together(StreamPtr& stream, std::vector<CopyRequest> requests
     spec.duration_ns +=
         time_ns(kCopyLatency) + transfer_ns(static_cast<double>(num_bytes), rate_of(route));
   }
-  if (!runtime().dry || route.direction == SIMCUDA_D2H) {
+  if (really_runs(route)) {
     spec.body = std::make_shared<Body>([requests = std::move(requests), route] {
       for (auto request = requests.rbegin(); request != requests.rend(); ++request) {
         if (cudaError_t error = run(*request, route)) return error;

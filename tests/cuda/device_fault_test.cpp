@@ -101,6 +101,12 @@ class DeviceFault : public CudaTest {
       step([&] { manager.execute(to_host, {.on_failure = on_failure}); });
       step([&] { manager.execute(to_device, {.on_failure = on_failure}).wait(); });
     }
+    for (const Handle& handle : handles) {  // into memory that is given back at once
+      step([&] {
+        manager.execute(std::vector<ResidencyAction>{EnsureResident{handle, kDevice},
+                                                     DropResident{handle, kDevice}});
+      });
+    }
     step([&] { manager.synchronize(); });
     return num_failed;
   }
@@ -147,6 +153,30 @@ class DeviceFault : public CudaTest {
     gate.open();
     manager.synchronize();
     return num_failed;
+  }
+
+  /// Copies ahead of need, of which one is given up before it is waited for.
+  static int run_ahead_of_need(Manager& manager, const std::vector<Handle>& handles) {
+    for (const Handle& handle : handles) {
+      manager.ensure(handle, kPinned).wait();
+    }
+    int num_failed = 0;
+    for (int round = 0; round < 2; ++round) {
+      try {
+        (void)manager.prefetch(handles, kDevice);
+        manager.drop(handles.front(), kDevice);
+        (void)manager.prefetch(handles, kDevice);
+      } catch (const Error&) {
+        ++num_failed;
+      }
+    }
+    manager.synchronize();
+    return num_failed;
+  }
+
+  [[noreturn]] static void exit_after(const std::function<void()>& body) {
+    body();
+    std::exit(::testing::Test::HasFailure() ? 1 : 0);
   }
 
   using Scenario = int (*)(Manager&, const std::vector<Handle>&);
@@ -223,6 +253,10 @@ TEST_F(DeviceFault, CallsWhoseFailureIsMadeUpFor) {
   }
 }
 
+TEST_F(DeviceFault, CopyAheadOfNeedIsTriedAgain) {
+  fail_each_call("cudaMemcpyAsync", &run_ahead_of_need);
+}
+
 TEST_F(DeviceFault, WaitsThatFailLoseNothing) {
   EXPECT_GT(fail_each_call("cudaStreamWaitEvent", &run_behind_a_consumer), 0);
 }
@@ -284,11 +318,7 @@ TEST_F(DeviceFault, PlanThatWouldLockTooMuchIsRefusedBeforehand) {
     EXPECT_TRUE(holds(*manager, small, kPinned, 8));
     manager->close();
   };
-  const auto run = [&] {
-    body();
-    std::exit(::testing::Test::HasFailure() ? 1 : 0);
-  };
-  EXPECT_EXIT(run(), ::testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "");
 }
 
 TEST_F(DeviceFault, MemoryThatCannotBeUnlockedIsNotGivenBack) {
@@ -335,11 +365,7 @@ TEST_F(DeviceFault, LostDeviceTakesOnlyWhatWasThereAlone) {
     manager->audit();
     manager->close({.force = true});
   };
-  const auto run = [&] {
-    body();
-    std::exit(::testing::Test::HasFailure() ? 1 : 0);
-  };
-  EXPECT_EXIT(run(), ::testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

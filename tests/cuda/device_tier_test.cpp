@@ -47,6 +47,21 @@ class DeviceTier : public CudaTest {
   static Stream named(const c10::cuda::CUDAStream& stream) {
     return {Location::cuda(stream.device_index()), stream.id()};
   }
+  /// A consumer's read of the value's first bytes, enqueued.
+  void enqueue_read(const Handle& handle, const c10::cuda::CUDAStream& consumer,
+                    const at::Tensor& into) {
+    const Location at = Location::cuda(consumer.device_index());
+    Lease lease = manager_->acquire(one(handle), at, {.stream = named(consumer)});
+    EXPECT_EQ(cudaMemcpyAsync(into.mutable_data_ptr(), tensors(lease, handle)[0].const_data_ptr(),
+                              static_cast<std::size_t>(into.numel()), cudaMemcpyDefault, consumer),
+              cudaSuccess);
+    lease.release();
+  }
+  static int first_byte(const at::Tensor& tensor) {
+    std::uint8_t byte = 0;
+    EXPECT_EQ(cudaMemcpy(&byte, tensor.const_data_ptr(), 1, cudaMemcpyDefault), cudaSuccess);
+    return byte;
+  }
   /// The layer's own streams are known to it alone; the simulated runtime holds all there are.
   static simcuda_counters counters() {
     simcuda_counters read{};
@@ -688,11 +703,7 @@ TEST_F(Prefetch, ComesBehindWhoeverStillUsesTheMemory) {
   const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
   const at::Tensor result = on_device(64);
   Gate gate(consumer);
-  Lease lease = manager_->acquire(one(gone), kDevice, {.stream = named(consumer)});
-  ASSERT_EQ(cudaMemcpyAsync(result.mutable_data_ptr(), tensors(lease, gone)[0].const_data_ptr(), 64,
-                            cudaMemcpyDefault, consumer),
-            cudaSuccess);
-  lease.release();
+  enqueue_read(gone, consumer, result);
   manager_->drop(gone, kDevice);
   simcuda_reset_counters();
   const PlanReport report = manager_->prefetch(one(next), kDevice);
@@ -703,9 +714,7 @@ TEST_F(Prefetch, ComesBehindWhoeverStillUsesTheMemory) {
   report.wait();
   EXPECT_GT(report.entries().front().device_elapsed_ns.value_or(0), 0);
   manager_->synchronize();
-  std::uint8_t read = 0;
-  ASSERT_EQ(cudaMemcpy(&read, result.const_data_ptr(), 1, cudaMemcpyDeviceToHost), cudaSuccess);
-  EXPECT_EQ(read, 1);
+  EXPECT_EQ(first_byte(result), 1);
   EXPECT_EQ(byte_of(next, kDevice), 2);
 }
 
@@ -728,8 +737,57 @@ TEST_F(Prefetch, OfPageableMemoryLetsOthersPass) {
 TEST_F(Prefetch, ClosingTakesItAlong) {
   const Handle large = page_locked(kNumChunks * kChunk, 1);
   manager_->drop(large, kDevice);
+  simcuda_reset_counters();
   (void)manager_->prefetch(one(large), kDevice);
   manager_->close({.wait = false, .force = true});
+  for (int i = 0; i < 1000 && counters().copies[SIMCUDA_H2D] < kNumChunks; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], static_cast<std::uint64_t>(kNumChunks))
+      << "nothing of it is left behind";
+}
+
+// The rest of an earlier copy ahead of need must not come after one that was demanded since.
+TEST_F(Prefetch, ComesBehindOneThatIsNotEnqueuedYet) {
+  const Handle anchor = value(64, 0);
+  manager_->ensure(anchor, kDevice).wait();  // keeps the segment
+  const Handle first = value(4 * kMiB, 1);
+  const Handle second = value(4 * kMiB, 2);
+  const Handle large = page_locked(kNumChunks * kChunk, 3);
+  manager_->drop(large, kDevice);
+  for (const Handle& handle : {first, second}) {
+    manager_->ensure(handle, kPinned).wait();
+    manager_->drop(handle, kHost);
+  }
+  // The worker is busy with the large one, so that this is not enqueued.
+  (void)manager_->prefetch(std::vector<Handle>{large, first}, kDevice);
+  manager_->drop(first, kDevice);
+  (void)manager_->prefetch(one(second), kDevice);  // comes where the first was to come
+  manager_->acquire(one(second), kDevice).release();
+  manager_->synchronize();
+  EXPECT_EQ(byte_of(second, kDevice), 2);
+  EXPECT_EQ(byte_of(large, kDevice), 3);
+}
+
+TEST_F(Prefetch, OfOldBytesDoesNotOverwriteNewOnes) {
+  const Handle value = this->value(4 * kMiB, 1, Mutability::kMutable);
+  const Handle large = page_locked(kNumChunks * kChunk, 3);
+  manager_->drop(large, kDevice);
+  manager_->ensure(value, kPinned).wait();
+  manager_->ensure(value, kOther).wait();
+  (void)manager_->prefetch(std::vector<Handle>{large, value}, kDevice);
+  {
+    const c10::cuda::CUDAStream writer = c10::cuda::getStreamFromPool(false, 1);
+    Lease lease =
+        manager_->acquire(one(value), kOther, {.access = Access::kWrite, .stream = named(writer)});
+    ASSERT_EQ(cudaMemsetAsync(tensors(lease, value)[0].mutable_data_ptr(), 2, 4 * kMiB, writer),
+              cudaSuccess);
+    lease.release();
+  }
+  (void)manager_->prefetch(one(value), kDevice);  // refreshes what is stale
+  manager_->acquire(one(value), kDevice).release();
+  manager_->synchronize();
+  EXPECT_EQ(byte_of(value, kDevice), 2);
 }
 
 TEST_F(DeviceTier, WriteComesBehindWhoeverStillReads) {
@@ -741,14 +799,7 @@ TEST_F(DeviceTier, WriteComesBehindWhoeverStillReads) {
   const c10::cuda::CUDAStream writer = c10::cuda::getStreamFromPool();
   const at::Tensor result = on_device(64);
   Gate gate(reader);
-  {
-    Lease lease = manager_->acquire(one(handle), kDevice, {.stream = named(reader)});
-    const TensorResident& fields = tensors(lease, handle);
-    ASSERT_EQ(cudaMemcpyAsync(result.mutable_data_ptr(), fields[0].const_data_ptr(), 64,
-                              cudaMemcpyDefault, reader),
-              cudaSuccess);
-    lease.release();
-  }
+  enqueue_read(handle, reader, result);
   {
     Lease lease =
         manager_->acquire(one(handle), kDevice,
@@ -759,9 +810,7 @@ TEST_F(DeviceTier, WriteComesBehindWhoeverStillReads) {
   }
   gate.open();
   manager_->synchronize();
-  std::uint8_t read = 0;
-  ASSERT_EQ(cudaMemcpy(&read, result.const_data_ptr(), 1, cudaMemcpyDeviceToHost), cudaSuccess);
-  EXPECT_EQ(read, 1);
+  EXPECT_EQ(first_byte(result), 1);
   EXPECT_EQ(byte_of(handle, kDevice), 2);
 }
 

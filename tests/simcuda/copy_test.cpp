@@ -61,26 +61,33 @@ TEST_F(CopyTest, RowsAreCopiedWithTheirPitches) {
       cudaErrorInvalidPitchValue);
 }
 
+// A batch of copies that all have one order of access to their sources.
+cudaError_t copy_batch(std::vector<void*> destinations, std::vector<const void*> sources,
+                       size_t num_bytes, cudaStream_t stream,
+                       cudaMemcpySrcAccessOrder order = cudaMemcpySrcAccessOrderStream) {
+  std::vector<size_t> sizes(destinations.size(), num_bytes);
+  cudaMemcpyAttributes attributes{};
+  attributes.srcAccessOrder = order;
+  size_t start = 0;
+  return cudaMemcpyBatchAsync(destinations.data(), sources.data(), sizes.data(), sizes.size(),
+                              &attributes, &start, 1, stream);
+}
+
 TEST_F(CopyTest, BatchCopiesEach) {
   PinnedBytes source(4, 1);
   source.get()[3] = 2;
   DeviceBytes device(4);
   PinnedBytes result(4);
   Stream stream;
-  void* destinations[] = {device.get(), device.get() + 2};
-  const void* sources[] = {source.get(), source.get() + 2};
-  size_t sizes[] = {2, 2};
-  cudaMemcpyAttributes attributes{};
-  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-  size_t start = 0;
   EXPECT_CUDA(
-      cudaMemcpyBatchAsync(destinations, sources, sizes, 2, &attributes, &start, 1, stream));
+      copy_batch({device.get(), device.get() + 2}, {source.get(), source.get() + 2}, 2, stream));
   EXPECT_CUDA(cudaMemcpyAsync(result.get(), device.get(), 4, cudaMemcpyDeviceToHost, stream));
   EXPECT_CUDA(cudaStreamSynchronize(stream));
   EXPECT_EQ(memcmp(result.get(), source.get(), 4), 0);
   EXPECT_EQ(counters().copies[SIMCUDA_H2D], 2u);
-  EXPECT_EQ(cudaMemcpyBatchAsync(destinations, sources, sizes, 2, &attributes, &start, 1, nullptr),
-            cudaErrorInvalidValue);
+  EXPECT_EQ(
+      copy_batch({device.get(), device.get() + 2}, {source.get(), source.get() + 2}, 2, nullptr),
+      cudaErrorInvalidValue);
 }
 
 TEST_F(CopyTest, BatchTakesAsLongAsItsCopies) {
@@ -89,14 +96,8 @@ TEST_F(CopyTest, BatchTakesAsLongAsItsCopies) {
   PinnedBytes source(3000, 1);
   DeviceBytes device(3000);
   Stream stream;
-  void* destinations[] = {device.get(), device.get() + 1000, device.get() + 2000};
-  const void* sources[] = {source.get(), source.get() + 1000, source.get() + 2000};
-  size_t sizes[] = {1000, 1000, 1000};
-  cudaMemcpyAttributes attributes{};
-  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-  size_t start = 0;
-  EXPECT_CUDA(
-      cudaMemcpyBatchAsync(destinations, sources, sizes, 3, &attributes, &start, 1, stream));
+  EXPECT_CUDA(copy_batch({device.get(), device.get() + 1000, device.get() + 2000},
+                         {source.get(), source.get() + 1000, source.get() + 2000}, 1000, stream));
   EXPECT_CUDA(cudaStreamSynchronize(stream));
   EXPECT_EQ(counters().copied_bytes[SIMCUDA_H2D], 3000u);
   EXPECT_EQ(counters().copy_time[SIMCUDA_H2D], 3 * (1000u + 1000u));
@@ -108,14 +109,8 @@ TEST_F(CopyTest, CopiesOfABatchAreInNoOrder) {
   DeviceBytes device(1);
   PinnedBytes result(1);
   Stream stream;
-  void* destinations[] = {device.get(), device.get()};
-  const void* sources[] = {source.get(), source.get() + 1};
-  size_t sizes[] = {1, 1};
-  cudaMemcpyAttributes attributes{};
-  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-  size_t start = 0;
   EXPECT_CUDA(
-      cudaMemcpyBatchAsync(destinations, sources, sizes, 2, &attributes, &start, 1, stream));
+      copy_batch({device.get(), device.get()}, {source.get(), source.get() + 1}, 1, stream));
   EXPECT_CUDA(cudaMemcpyAsync(result.get(), device.get(), 1, cudaMemcpyDeviceToHost, stream));
   EXPECT_CUDA(cudaStreamSynchronize(stream));
   EXPECT_EQ(result.get()[0], 1);
@@ -127,14 +122,8 @@ TEST_F(CopyTest, SourceOfABatchMayEndWithTheCall) {
   PinnedBytes result(1);
   Stream stream;
   ASSERT_EQ(simcuda_hold(stream), 0);
-  void* destinations[] = {device.get()};
-  const void* sources[] = {source.get()};
-  size_t size = 1;
-  size_t start = 0;
-  cudaMemcpyAttributes attributes{};
-  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderDuringApiCall;
   EXPECT_CUDA(
-      cudaMemcpyBatchAsync(destinations, sources, &size, 1, &attributes, &start, 1, stream));
+      copy_batch({device.get()}, {source.get()}, 1, stream, cudaMemcpySrcAccessOrderDuringApiCall));
   source.get()[0] = 2;
   EXPECT_CUDA(cudaMemcpyAsync(result.get(), device.get(), 1, cudaMemcpyDeviceToHost, stream));
   ASSERT_EQ(simcuda_release(stream), 0);

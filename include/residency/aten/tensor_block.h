@@ -120,6 +120,7 @@ class RESIDENCY_API TensorBlock final : public Block,
                                                         : std::span<const at::Tensor>();
   }
   void enter_storages();
+  void note_versions();
   void note_contents(bool checksum);
   /// Held for some nanoseconds, or while bytes are compared (debug). A mutex would be a tenth of
   /// the cost of a lease.
@@ -133,7 +134,7 @@ class RESIDENCY_API TensorBlock final : public Block,
   at::DataPtr memory_;     // of a pack
   Pack* shared_ = nullptr;  // what its tensors keep; made with them
   std::mutex making_mutex_;
-  std::atomic<bool> has_tensors_{false};  // the next three are made, and stay as they are
+  std::atomic<bool> has_tensors_{false};  // the next two are made, and stay as they are
   std::vector<at::Tensor> tensors_;
   std::vector<StorageEntry> storages_;
   std::atomic_flag known_contents_busy_;       // guards the next two
