@@ -197,8 +197,11 @@ FencePtr TorchBackend::State::start(TransferWorker::Kind kind, Work transfer) {
       } catch (...) {
         error = std::current_exception();
       }
-      // The blocks that the transfer used are let go before anybody is told that it has ended.
-      transfer = nullptr;
+      {
+        // The blocks that the transfer used are let go before anybody is told that it has ended.
+        const WorkerFence::Ended ended(*fence);
+        transfer = nullptr;
+      }
       if (error != nullptr) {
         fence->fail(error);
       } else {

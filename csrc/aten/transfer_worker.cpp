@@ -157,18 +157,39 @@ void TransferWorker::release_and_join(std::shared_ptr<TransferWorker> worker) no
   }
 }
 
+namespace {
+
+thread_local const WorkerFence* t_ended = nullptr;
+
+}  // namespace
+
 WorkerFence::WorkerFence() : generation_(fork_generation()) {}
 
 bool WorkerFence::is_orphan() const noexcept {
   return generation_ != fork_generation() && Fence::poll() == FenceStatus::kPending;
 }
 
+WorkerFence::Ended::Ended(const WorkerFence& fence) noexcept {
+  t_ended = &fence;
+}
+
+WorkerFence::Ended::~Ended() {
+  t_ended = nullptr;
+}
+
+bool WorkerFence::has_ended_here() const noexcept {
+  return t_ended == this;
+}
+
 FenceStatus WorkerFence::poll() const noexcept {
+  if (has_ended_here()) {
+    return FenceStatus::kDone;
+  }
   return is_orphan() ? FenceStatus::kFailed : Fence::poll();
 }
 
 void WorkerFence::wait() {
-  if (!is_orphan()) {
+  if (!has_ended_here() && !is_orphan()) {
     Fence::wait();
   }
 }

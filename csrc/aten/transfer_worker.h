@@ -68,8 +68,21 @@ class WorkerFence final : public Fence {
   void wait() override;
   [[nodiscard]] std::exception_ptr error() const override;
 
+  /// In its scope the fence is done for the calling thread, which has carried out the transfer and
+  /// now lets go of what it used: memory that is freed there must not wait for the fence that this
+  /// thread has yet to complete.
+  class Ended {
+   public:
+    explicit Ended(const WorkerFence& fence) noexcept;
+    // A scope of the thread: there is nothing to hand over.
+    Ended(const Ended&) = delete;
+    Ended& operator=(const Ended&) = delete;
+    ~Ended();
+  };
+
  private:
   [[nodiscard]] bool is_orphan() const noexcept;
+  [[nodiscard]] bool has_ended_here() const noexcept;
   std::uint64_t generation_;
 };
 

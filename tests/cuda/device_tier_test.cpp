@@ -611,6 +611,29 @@ TEST_F(DeviceTier, EmptySegmentIsOnesThatOthersCanHave) {
   EXPECT_FALSE(runs_out_of_memory(most_of_the_device()));
 }
 
+// The worker that reads a value last frees it, and with it a segment that nobody else has.
+TEST_F(DeviceTier, ReaderThatFreesWhatItHasReadDoesNotWaitForItself) {
+  const Handle handle = value(kMiB, 1, Mutability::kMutable);
+  manager_->move(handle, kDevice).wait();
+  const c10::cuda::CUDAStream writer = c10::cuda::getStreamFromPool();
+  Gate gate(writer);
+  {
+    Lease lease = manager_->acquire(one(handle), kDevice,
+                                    {.access = Access::kWrite, .stream = named(writer)});
+    ASSERT_EQ(cudaMemsetAsync(tensors(lease, handle)[0].mutable_data_ptr(), 2, kMiB, writer),
+              cudaSuccess);
+    lease.release();
+  }
+  manager_->ensure(handle, kOther);
+  const ActionReport read = manager_->ensure(handle, kHost);
+  const Location source = read.record().source.value();
+  manager_->drop(handle, source);
+  gate.open();
+  read.wait();
+  EXPECT_EQ(byte_of(handle, kHost), 2);
+  EXPECT_EQ(layer_->usage(source).segments, Bytes()) << "it was the only one there";
+}
+
 class Prefetch : public DeviceTier {
  protected:
   static constexpr std::int64_t kChunk = 16 * kMiB;
