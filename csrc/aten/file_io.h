@@ -27,7 +27,7 @@ struct FileTransfer {
 };
 
 /// Carries out transfers, several chunks at a time through io_uring where the kernel allows it and
-/// one at a time otherwise. Thread-bound: it lives on the disk thread.
+/// one at a time otherwise. Thread-bound: it lives on one worker's thread.
 class FileIo {
  public:
   FileIo();

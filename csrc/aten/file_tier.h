@@ -45,7 +45,7 @@ class FileBlock final : public Block {
   std::shared_ptr<FileTier> tier_;
   std::shared_ptr<const TensorLayout> layout_;
   std::uint64_t serial_;
-  // Written by the disk thread before the fence of the write completes, read behind that fence.
+  // Written by a worker before the fence of the write completes, read behind that fence.
   std::uint64_t stamp_ = 0;
   std::atomic<State> state_{State::kAbsent};
 };
@@ -53,7 +53,8 @@ class FileBlock final : public Block {
 /// The files of one `disk:NAME` of one manager: a subdirectory of its own, under a held lock.
 ///
 /// Thread-safe; for one block from one thread at a time. Methods that take a `FileIo` run on the
-/// disk thread, the others do not wait for data. Does nothing to the file system in a forked child.
+/// worker's thread, the others do not wait for data. Does nothing to the file system in a forked
+/// child.
 class FileTier : public std::enable_shared_from_this<FileTier> {
  public:
   /// Sweeps what crashed processes left in the directory, and makes the subdirectory. Throws

@@ -64,7 +64,7 @@ const TensorLayout* layout_of(const ValueSpec& spec) noexcept {
              : nullptr;
 }
 
-// Waits on the disk thread; whatever the transfer depends on was asked for earlier.
+// Waits on a worker's thread; whatever the transfer depends on was asked for earlier.
 void wait_for(const FencePtr& fence) {
   if (fence == nullptr) {
     return;
@@ -114,7 +114,7 @@ struct TorchBackend::State {
     BlockPtr block;
     std::vector<FencePtr> after;
   };
-  // Shared with the disk thread, which looks for what has completed after each transfer.
+  // Shared with the workers, which look for what has completed after each transfer.
   struct Retirement {
     std::mutex mutex;
     std::vector<Retiring> blocks;

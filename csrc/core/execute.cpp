@@ -282,7 +282,7 @@ PlanReport ManagerState::prefetch(std::span<const Handle> handles, Location at) 
     } catch (const TransferError&) {
       throw;  // of an earlier transfer, which is told once
     } catch (...) {
-      break;  // it is in the trace; whoever needs the value will be told
+      break;  // whoever needs the value will be told; what was tried is in the trace
     }
   }
   return report;

@@ -231,9 +231,9 @@ class FakeBackend : public Backend {
   [[nodiscard]] std::size_t num_queued() const;
   /// The copies that are queued, oldest first.
   [[nodiscard]] std::vector<TransferView> queued_transfers() const;
-  /// Where the newest copy of the value to the location stands.
   /// What the system lets the location hold more from now on; none: no limit.
   void set_spare_bytes(Location location, std::optional<Bytes> bytes);
+  /// Where the newest copy of the value to the location stands.
   [[nodiscard]] FenceStatus transfer_status(const Handle& value, Location to) const;
 
   // Streams. A kernel reads (or writes) a block when the stream comes to it.

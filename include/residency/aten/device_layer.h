@@ -40,7 +40,8 @@ class RESIDENCY_API DeviceLayer {
   /// A pack, not initialized, in memory that earlier users may not have finished with. Throws
   /// `c10::OutOfMemoryError`, `PageLockError`, `CaptureError`, `DeviceLostError`.
   [[nodiscard]] virtual Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) = 0;
-  /// Throws `CaptureError` while the calling thread captures a graph, during which nothing is freed.
+  /// Throws `CaptureError` while the calling thread captures a graph, during which nothing is
+  /// freed.
   virtual void check_may_free(Location at) const = 0;
   struct LastUses {
     std::vector<FencePtr> last_uses;
@@ -54,10 +55,10 @@ class RESIDENCY_API DeviceLayer {
 
   /// Copies between two blocks of which each is at a device or in page-locked memory, and at least
   /// one at a device: into a new pack, or into `overwrite`. Enqueued on the request's stream, or on
-  /// the layer's own of the device and direction, behind `source_ready` and `overwrite_after`; where
-  /// more copies follow perhaps only by `flush`, ahead of need by `pace`, or when its fence is waited
-  /// for. Throws, with
-  /// nothing of it in flight, what `allocate` throws, and `TransferError`.
+  /// the layer's own of the device and direction, behind `source_ready` and `overwrite_after`;
+  /// where more copies follow perhaps only by `flush`, ahead of need by `pace`, or when its fence
+  /// is waited for. Throws, with nothing of it in flight, what `allocate` throws, and
+  /// `TransferError`.
   [[nodiscard]] virtual CopyResult copy(const CopyRequest& request, const TensorBlock& source,
                                         std::shared_ptr<TensorBlock> overwrite) = 0;
   /// Enqueues all that `copy` has put off.

@@ -131,7 +131,7 @@ class RESIDENCY_API TensorBlock final : public Block,
   Location location_;
   bool packed_;
   void* pack_data_ = nullptr;
-  at::DataPtr memory_;     // of a pack
+  at::DataPtr memory_;      // of a pack
   Pack* shared_ = nullptr;  // what its tensors keep; made with them
   std::mutex making_mutex_;
   std::atomic<bool> has_tensors_{false};  // the next two are made, and stay as they are

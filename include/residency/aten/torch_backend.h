@@ -31,11 +31,12 @@ struct TorchBackendOptions {
 /// Tensors in pageable and page-locked host memory, on devices and in files.
 ///
 /// Thread-safe as `Backend` asks. Copies between devices, and between a device and page-locked
-/// memory, are enqueued on streams. All others are carried out by one thread per process for files
-/// and one for the rest, in the order of the calls; everything that can be known to fail beforehand
-/// (no space, no such file, a file that is truncated or foreign) fails in `copy`, the rest through
-/// the fence. A value on disk cannot be leased: `begin_access` is an `UnavailableError`. In a
-/// forked child files and devices are a `ForkError` and host memory works as before.
+/// memory, are enqueued on streams. All others are carried out by threads of the process, one for
+/// files, one for the rest, one for what is ahead of need, each in the order of the calls;
+/// everything that can be known to fail beforehand (no space, no such file, a file that is
+/// truncated or foreign) fails in `copy`, the rest through the fence. A value on disk cannot be
+/// leased: `begin_access` is an `UnavailableError`. In a forked child files and devices are a
+/// `ForkError` and host memory works as before.
 ///
 /// One backend serves one manager.
 class RESIDENCY_API TorchBackend final : public Backend {

@@ -150,7 +150,8 @@ class RESIDENCY_API Backend {
   /// the device is lost (`DeviceLostError`); the source is then as it was.
   [[nodiscard]] virtual CopyResult copy(const CopyRequest& request) = 0;
   /// Enqueues what `copy` has put off because more copies followed. Until then the fences of those
-  /// are pending; to wait for one, on the host or by a stream, enqueues it.
+  /// are pending; to wait for one, on the host or by a stream, enqueues it. Copies whose source is
+  /// given up at once are not put off.
   virtual void flush() noexcept;
   /// Calls `source.load()` and makes sure that the result is a block of this backend that is
   /// complete, is not shared, and lies at `at`; otherwise `MaterializationError`. The manager

@@ -106,10 +106,13 @@ class RESIDENCY_API Manager {
   PlanReport execute(std::span<const ResidencyAction> actions, const ExecuteOptions& options = {});
   /// A hint: brings values to a location ahead of need, in this order, as far as they fit. It gives
   /// up nothing, waits for nothing and loads nothing, and stops at the first value that cannot be
-  /// brought like that; the report has an entry for each before it. The copies are made in that order
-  /// in chunks of 16 MiB, at most two at a time, so that copies which are needed now come at most two
-  /// chunks late. Whoever waits for one has the rest of it made at once. Throws `HandleError`,
-  /// `ClosedError`, and `TransferError` when an earlier transfer of a value is found to have failed.
+  /// brought like that; the report has an entry for each before it. The copies are made in that
+  /// order in chunks of 16 MiB, at most two at a time, so that copies which are needed now come at
+  /// most two chunks late. Whoever waits for a copy between devices and page-locked memory has the
+  /// rest of it made at once; one of pageable memory or a file keeps its place among those ahead of
+  /// need. Tensors adopted at such a place are copied in one go. Throws `HandleError`,
+  /// `ClosedError`, `ForkError`, and `TransferError` when an earlier transfer of a value is found
+  /// to have failed.
   PlanReport prefetch(std::span<const Handle> handles, Location at);
   /// The dry run: same order, same planner, no load, no allocation, no trace, no version.
   [[nodiscard]] Explanation explain(
@@ -129,7 +132,8 @@ class RESIDENCY_API Manager {
 
   /// Borrows what is there; never loads or copies. All or none, duplicates collapse. At a host
   /// location the host waits until the bytes are there; at a device the consumer's stream does,
-  /// and the host only for an arrival that can still fail and, before a write, for other uses.
+  /// and the host only for what no stream can wait for: an arrival that can still fail and,
+  /// before a write, a copy that a worker makes.
   /// Throws `std::invalid_argument` for an empty list or a disk, `UnavailableError` for what is not
   /// there, `InUseError` against a write lease, `TransferError` for an arrival that has failed.
   [[nodiscard]] Lease acquire(std::span<const Handle> handles, Location at,

@@ -58,8 +58,8 @@ struct ActionOptions {
   /// for another call that is changing the value. Otherwise it is refused, with `BudgetError` for
   /// the first and `UnavailableError` for the others. Loading from a source is work, not waiting.
   bool may_block = true;
-  /// The copy is ahead of need: it is made in chunks of 16 MiB, at most two at a time, so that
-  /// copies which are needed earlier pass it. Whoever waits for it has the rest made at once.
+  /// The copy is ahead of need, as one of `Manager::prefetch`. Without effect on copies on a stream
+  /// of the caller's, and where the source is given up (`move`).
   bool prefetch = false;
 };
 
