@@ -73,15 +73,33 @@ Handle adopt(Manager& manager, TensorResident value, const AdoptOptions& options
         fmt::format("adopt: the stream belongs to {}, the tensors are at {}",
                     to_string(options.stream->device), to_string(at)));
   }
+  Backend& backend = manager.backend();
+  std::optional<Stream> stream = options.stream;
   FencePtr ready;
-  if (at.is_cuda() && manager.backend().why_unavailable(at).empty()) {
-    ready = manager.backend().record_use(
-        options.stream.has_value() ? *options.stream : manager.backend().current_stream(at));
+  if (at.is_cuda() && backend.why_unavailable(at).empty()) {
+    stream = stream.has_value() ? stream : backend.current_stream(at);
+    ready = backend.record_use(*stream);
   }
-  return manager.adopt(block,
-                       spec_of(block->tensor_layout(), options.mode, Recoverability::kMustPreserve,
-                               options.mutability),
-                       options.type, std::move(ready));
+  const ValueSpec spec = spec_of(block->tensor_layout(), options.mode,
+                                 Recoverability::kMustPreserve, options.mutability);
+  if (!options.rehome) {
+    return manager.adopt(block, spec, options.type, std::move(ready));
+  }
+  CopyRequest request;
+  request.spec = &spec;
+  request.source = block;
+  request.from = request.to = at;
+  request.stream = stream;
+  CopyResult copied = backend.copy(request);
+  if (!at.is_cuda() && copied.ready != nullptr) {
+    copied.ready->wait();  // memory of the host is its owner's again when the call returns
+  }
+  try {
+    return manager.adopt(copied.block, spec, options.type, copied.ready);
+  } catch (...) {
+    backend.release(std::move(copied.block), {copied.ready});
+    throw;
+  }
 }
 
 Handle register_source(Manager& manager, std::shared_ptr<Source> source,

@@ -388,6 +388,20 @@ bool TorchBackend::is_shared(const Block& block) const {
   return tensors != nullptr && tensors->is_shared();
 }
 
+Bytes TorchBackend::staging_bytes(Location from, Location to) const {
+  const bool on_device = from.is_cuda() || to.is_cuda();
+  return on_device && !goes_on_stream(from, to) && state_->options.devices != nullptr
+             ? state_->devices().staging_bytes()
+             : Bytes();
+}
+
+std::optional<SegmentBytes> TorchBackend::predict_segments(
+    Location location, std::span<const MemoryStep> steps) const {
+  return is_device_tier(location) && state_->options.devices != nullptr
+             ? std::optional(state_->devices().predict_segments(location, steps))
+             : std::nullopt;
+}
+
 std::optional<Bytes> TorchBackend::spare_bytes(Location location, Bytes wanted) {
   return location == Location::pinned_host() && state_->options.devices != nullptr
              ? state_->devices().lockable_bytes(wanted)
@@ -428,7 +442,7 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
     return result;
   }
   FileTier* to_disk = request.to.is_disk() ? state_->find_disk(request.to) : nullptr;
-  if (request.from == request.to) {
+  if (request.from == request.to && request.to.is_disk()) {
     throw std::logic_error(fmt::format("TorchBackend: a copy from {} to {} cannot be asked for",
                                        to_string(request.from), to_string(request.to)));
   }

@@ -303,6 +303,11 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
       ledger_.account(each.to).charge(each.charge);
     }
   }
+  if (verdict.staging != Bytes()) {
+    // It stays, whatever comes of this action: others are admitted with it from now on.
+    ledger_.account(Location::pinned_host()).reserve_staging(verdict.staging);
+    ledger_.list(Location::pinned_host());
+  }
   const std::uint32_t content_epoch = record.content_epoch;
   Inputs inputs = collect_inputs(record, verdict);
   Made made;

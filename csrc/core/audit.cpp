@@ -71,7 +71,8 @@ void ManagerState::audit() {
     recount[open.fields.location].reserved += open.fields.nbytes;
   }
   for (const Account& account : ledger_.accounts()) {
-    const Account& counted = recount[account.location];
+    Account& counted = recount[account.location];
+    counted.reserved += account.staging;
     const auto compare = [&](std::string_view what, Bytes ledger, Bytes recounted) {
       if (ledger != recounted) {
         differences += fmt::format("{}: {} is {} B, recounted {} B\n", to_string(account.location),

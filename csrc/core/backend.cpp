@@ -11,6 +11,14 @@ Backend::~Backend() = default;
 
 void Backend::flush() noexcept {}
 
+Bytes Backend::staging_bytes(Location, Location) const {
+  return Bytes();
+}
+
+std::optional<SegmentBytes> Backend::predict_segments(Location, std::span<const MemoryStep>) const {
+  return std::nullopt;
+}
+
 std::optional<Bytes> Backend::spare_bytes(Location, Bytes) {
   return std::nullopt;
 }

@@ -66,6 +66,9 @@ ManagerState::Simulated ManagerState::simulate(World& world, Phase phase,
     if (!verdict.feasible()) {
       return {false, phase, i, verdict};
     }
+    if (out != nullptr && verdict.staging != Bytes()) {
+      out->reservations.emplace_back().reservation = staging_reservation(verdict.staging);
+    }
     if (!verdict.no_op() || out != nullptr) {
       world.apply(handle_of(actions[i]), verdict);
     }
@@ -118,9 +121,11 @@ World::Limits ManagerState::limits_of_growth(Lock& lock, const World& world) {
   for (const Account& account : world.touched()) {
     const Account* now = ledger_.find(account.location);
     const Bytes used = now != nullptr ? now->used : Bytes();
-    if (account.peak_used > used) {
+    const Bytes staging = now != nullptr ? now->staging : Bytes();
+    const Bytes added = account.peak_used - used + (account.staging - staging);
+    if (added > Bytes()) {
       const Bytes retiring = now != nullptr ? now->retiring : Bytes();
-      growing.push_back({account.location, used + retiring, account.peak_used - used});
+      growing.push_back({account.location, used + retiring + staging, added});
     }
   }
   World::Limits limits;
@@ -174,6 +179,7 @@ Explanation ManagerState::explain(const ResidencyPlan* plan,
         explanation.actions.clear();
         explanation.reservations.clear();
         explanation.state_version = version_;
+        world.note_steps();
         const Simulated found = plan != nullptr
                                     ? simulate(world, *plan, &explanation, true)
                                     : simulate(world, Phase::kExecute, actions, &explanation, true);
@@ -202,10 +208,26 @@ std::vector<PredictedLocation> ManagerState::predicted_locations(const World& wo
                          .used_after = account.used,
                          .escaped_after = account.escaped,
                          .peak_used = account.peak_used,
-                         .peak_charged = account.peak_charged});
+                         .peak_charged = account.peak_charged,
+                         .segments = predicted_segments(world, account)});
   }
   std::ranges::sort(locations, {}, &PredictedLocation::location);
   return locations;
+}
+
+std::optional<SegmentBytes> ManagerState::predicted_segments(const World& world,
+                                                             const Account& account) const {
+  if (!backend_->reuses_in_device_order(account.location)) {
+    return std::nullopt;
+  }
+  auto segments = backend_->predict_segments(account.location, world.steps_at(account.location));
+  if (segments.has_value()) {
+    const Account* now = ledger_.find(account.location);
+    segments->before += now != nullptr ? now->staging : Bytes();
+    segments->peak += account.staging;
+    segments->after += account.staging;
+  }
+  return segments;
 }
 
 void ManagerState::check_version(const std::string& plan,

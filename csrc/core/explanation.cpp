@@ -48,15 +48,16 @@ std::string to_string(const Explanation& explanation) {
     text += reservations.text();
   }
   if (!explanation.locations.empty()) {
-    Table locations(
-        {"location", "budget B", "used before B", "used after B", "peak used B", "peak charged B"});
+    Table locations({"location", "budget B", "used before B", "used after B", "peak used B",
+                     "peak charged B", "peak segments B"});
     for (const PredictedLocation& location : explanation.locations) {
       locations.add({to_string(location.location),
                      location.budget ? std::to_string(location.budget->count()) : "none",
                      std::to_string(location.used_before.count()),
                      std::to_string(location.used_after.count()),
                      std::to_string(location.peak_used.count()),
-                     std::to_string(location.peak_charged.count())});
+                     std::to_string(location.peak_charged.count()),
+                     location.segments ? std::to_string(location.segments->peak.count()) : "-"});
     }
     text += locations.text();
   }

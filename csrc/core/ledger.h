@@ -16,8 +16,9 @@ struct Account {
   Location location;
   std::optional<Bytes> budget{};
   std::optional<Bytes> limit{};  ///< of the system; only in a simulation
-  Bytes used{};      ///< materializations, temporary loads, escaped memory
-  Bytes reserved{};  ///< open reservations
+  Bytes used{};                  ///< materializations, temporary loads, escaped memory
+  Bytes reserved{};              ///< open reservations, and `staging`
+  Bytes staging{};   ///< buffers that staged copies go through, once the first was admitted
   Bytes retiring{};  ///< given up, but something still reads it
   Bytes escaped{};   ///< part of used: given up, but others keep the memory alive
   Bytes peak_used{};
@@ -36,31 +37,46 @@ struct Account {
     reserved += bytes;
     note_peaks();
   }
+  void reserve_staging(Bytes bytes) {
+    staging += bytes;
+    reserve(bytes);
+  }
 
-  [[nodiscard]] bool has_lower_limit() const noexcept {
-    return limit.has_value() && *limit < budget.value_or(Bytes::max());
+  /// Bytes by which `requested` is beyond the budget. Without one the limit is what can be counted.
+  [[nodiscard]] Bytes over_budget(Bytes requested) const noexcept {
+    return beyond(budget.value_or(Bytes::max()), reserved, requested);
   }
-  [[nodiscard]] Bytes most() const noexcept {
-    return has_lower_limit() ? *limit : budget.value_or(Bytes::max());
-  }
-  /// Bytes by which `requested` does not fit. Without a budget the limit is what can be counted.
+  /// The same for bytes that are going to be taken from the system, which may have a limit of its
+  /// own. Reservations are not taken from it, but for `staging`.
   [[nodiscard]] Bytes lacking(Bytes requested) const noexcept {
+    return std::max(over_budget(requested), over_limit(requested));
+  }
+  [[nodiscard]] Shortfall shortfall(Bytes requested) const noexcept {
+    const bool of_system = over_limit(requested) > over_budget(requested);
+    return {location, of_system ? *limit : budget.value_or(Bytes::max()),
+            used,     of_system ? staging : reserved,
+            retiring, requested,
+            of_system};
+  }
+
+ private:
+  [[nodiscard]] Bytes over_limit(Bytes requested) const noexcept {
+    return limit.has_value() ? beyond(*limit, staging, requested) : Bytes();
+  }
+  [[nodiscard]] Bytes beyond(Bytes most, Bytes held, Bytes requested) const noexcept {
     // Four terms below 2^63 each, whose sum must not stop at 2^63-1 and then seem to fit.
     unsigned __int128 sum = 0;
-    for (const Bytes each : {used, reserved, retiring, requested}) {
+    for (const Bytes each : {used, held, retiring, requested}) {
       sum += static_cast<unsigned __int128>(each.count());
     }
-    const auto most = static_cast<unsigned __int128>(this->most().count());
-    if (sum <= most) {
+    const auto limit = static_cast<unsigned __int128>(most.count());
+    if (sum <= limit) {
       return Bytes();
     }
-    const unsigned __int128 over = sum - most;
+    const unsigned __int128 over = sum - limit;
     return over < static_cast<unsigned __int128>(Bytes::max().count())
                ? Bytes(static_cast<std::int64_t>(over))
                : Bytes::max();
-  }
-  [[nodiscard]] Shortfall shortfall(Bytes requested) const noexcept {
-    return {location, most(), used, reserved, retiring, requested, has_lower_limit()};
   }
 };
 

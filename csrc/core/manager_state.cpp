@@ -272,6 +272,10 @@ Snapshot ManagerState::snapshot() {
   for (const Escaped& each : escaped_) {
     snapshot.escaped.push_back({each.handle, each.location, each.bytes});
   }
+  if (const Account* pinned = ledger_.find(Location::pinned_host());
+      pinned != nullptr && pinned->staging != Bytes()) {
+    snapshot.reservations.push_back({staging_reservation(pinned->staging), true});
+  }
   for (const auto& [number, open] : reservations_) {
     snapshot.reservations.push_back({open.fields, open.headroom != nullptr});
   }

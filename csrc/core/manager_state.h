@@ -308,6 +308,8 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] Simulated simulate_within_limits(Lock& lock, std::size_t num_actions,
                                                  const Simulate& simulate);
   [[nodiscard]] std::vector<PredictedLocation> predicted_locations(const World& world) const;
+  [[nodiscard]] std::optional<SegmentBytes> predicted_segments(const World& world,
+                                                               const Account& account) const;
   [[noreturn]] void throw_plan_error(const std::string& plan, const Simulated& failed,
                                      const std::string& what);
   void check_version(const std::string& plan, std::optional<std::uint64_t> expected) const;
@@ -398,6 +400,11 @@ class FlushAtEnd {
  private:
   Backend& backend_;
 };
+
+/// The one that the manager makes for staged copies.
+[[nodiscard]] inline MemoryReservation staging_reservation(Bytes nbytes) {
+  return {Location::pinned_host(), nbytes, "staging"};
+}
 
 /// Steady clock, nanoseconds.
 [[nodiscard]] std::int64_t now_ns() noexcept;

@@ -20,7 +20,7 @@ class Plan {
 
   Verdict refuse(Reason reason) {
     verdict_.reason = reason;
-    verdict_.bytes = Bytes();
+    verdict_.bytes = verdict_.staging = Bytes();
     verdict_.num_transitions = 0;
     verdict_.waits = false;
     return verdict_;
@@ -64,6 +64,7 @@ class Plan {
     const Residence* source = cheapest_source(world_, value_, at);
     if (target != nullptr) {
       refresh(*target, source);
+      admit();
       return verdict_;
     }
     if (!value_.residences.empty() && spec().mode == ReplicaMode::kExclusive) {
@@ -304,20 +305,33 @@ class Plan {
   void admit() {
     for (std::size_t i = 0; i < verdict_.num_transitions; ++i) {
       const Transition& each = verdict_.transitions[i];
-      if (each.kind != TransitionKind::kReconstruct && each.kind != TransitionKind::kCopy) {
-        continue;
+      if (each.kind == TransitionKind::kReconstruct || each.kind == TransitionKind::kCopy) {
+        admit(world_.account(each.to), each.charge);
       }
-      const Account& account = world_.account(each.to);
-      const Bytes lacking = account.lacking(each.charge);
-      if (lacking > account.retiring) {
-        verdict_.shortfall = account.shortfall(each.charge);
-        refuse(Reason::kOverBudget);
-        return;
+      if (each.kind == TransitionKind::kCopy || each.kind == TransitionKind::kRefresh) {
+        admit_staging(world_.backend().staging_bytes(each.from, each.to));
       }
-      if (lacking > Bytes()) {
-        verdict_.waits = true;
-        verdict_.shortfall = account.shortfall(each.charge);
-      }
+    }
+  }
+  void admit(const Account& account, Bytes nbytes) {
+    const Bytes lacking = account.lacking(nbytes);
+    if (lacking == Bytes()) {
+      return;
+    }
+    verdict_.shortfall = account.shortfall(nbytes);
+    verdict_.waits = true;
+    if (lacking > account.retiring) {
+      refuse(Reason::kOverBudget);
+    }
+  }
+  void admit_staging(Bytes nbytes) {
+    if (nbytes == Bytes()) {
+      return;
+    }
+    const Account& account = world_.account(Location::pinned_host());
+    if (verdict_.feasible() && account.staging < nbytes) {
+      verdict_.staging = nbytes - account.staging;
+      admit(account, verdict_.staging);
     }
   }
 
@@ -376,7 +390,7 @@ Verdict plan_reservation(World& world, Location location, Bytes nbytes) {
     return verdict;
   }
   const Account& account = world.account(location);
-  const Bytes lacking = account.lacking(nbytes);
+  const Bytes lacking = account.over_budget(nbytes);
   if (lacking > account.retiring) {
     verdict.reason = Reason::kOverBudget;
     verdict.shortfall = account.shortfall(nbytes);

@@ -112,19 +112,26 @@ void RangeAllocator::take(const Range& range) {
 }
 
 std::uint32_t RangeAllocator::add_segment(Bytes nbytes) {
-  if (nbytes == Bytes() || nbytes != rounded(nbytes)) {
-    throw std::logic_error(
-        fmt::format("RangeAllocator::add_segment: {} B are not a positive multiple of {}",
-                    nbytes.count(), alignment_.count()));
-  }
   const auto unused = std::ranges::find(segments_, Bytes(), &Segment::nbytes);
   const auto number = static_cast<std::uint32_t>(unused - segments_.begin());
-  Segment& segment = unused == segments_.end() ? segments_.emplace_back() : *unused;
+  put_back_segment(number, nbytes);
+  return number;
+}
+
+void RangeAllocator::put_back_segment(std::uint32_t number, Bytes nbytes) {
+  if (nbytes == Bytes() || nbytes != rounded(nbytes)) {
+    throw std::logic_error(fmt::format("RangeAllocator: {} B are not a positive multiple of {}",
+                                       nbytes.count(), alignment_.count()));
+  }
+  if (number < segments_.size() && segments_[number].nbytes != Bytes()) {
+    throw std::logic_error(fmt::format("RangeAllocator: there is a segment {}", number));
+  }
+  segments_.resize(std::max<std::size_t>(segments_.size(), number + 1));
+  Segment& segment = segments_[number];
   segment.nbytes = nbytes;
   segment.pieces.emplace(Bytes(), Piece{nbytes, true});
   free_.insert({nbytes, number, Bytes()});
   in_segments_ += nbytes;
-  return number;
 }
 
 void RangeAllocator::remove_segment(std::uint32_t number) {

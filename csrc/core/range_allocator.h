@@ -26,7 +26,8 @@ struct Range {
 /// Best fit: the smallest free range that is large enough, of equals the one in the lowest segment
 /// at the lowest address; neighbours that are free are one range. So what lies where follows from
 /// the order of the calls alone, and a dry run can go through the same calls and take them back:
-/// `free` undoes `allocate`, `take` undoes `free`, `remove_segment` undoes `add_segment`, and when
+/// `free` undoes `allocate`, `take` undoes `free`, `remove_segment` undoes `add_segment` and
+/// `put_back_segment` undoes `remove_segment`, and when
 /// all are undone in reverse everything is as it was. A call costs O(log free ranges).
 ///
 /// Not thread-safe. Misuse (a range that was not handed out, a segment that is in use) is a
@@ -46,7 +47,10 @@ class RESIDENCY_API RangeAllocator {
   std::uint32_t add_segment(Bytes nbytes);
   /// Removes a segment that is wholly free.
   void remove_segment(std::uint32_t segment);
+  /// Adds a segment of a number that no segment has.
+  void put_back_segment(std::uint32_t segment, Bytes nbytes);
   [[nodiscard]] bool is_empty(std::uint32_t segment) const;
+  [[nodiscard]] Bytes bytes_of(std::uint32_t segment) const { return segments_.at(segment).nbytes; }
   /// Those that are wholly free, by number.
   [[nodiscard]] std::vector<std::uint32_t> empty_segments() const;
 

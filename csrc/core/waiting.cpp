@@ -118,6 +118,9 @@ std::vector<FencePtr> ManagerState::fences_to_wait_for(const ValueRecord* record
       add_retiring(each.to, each.charge);
     }
   }
+  if (verdict.staging != Bytes()) {
+    add_retiring(Location::pinned_host(), verdict.staging);
+  }
   return fences;
 }
 

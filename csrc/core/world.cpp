@@ -134,9 +134,48 @@ Account& World::overlaid(Location location) {
   return accounts_.back();
 }
 
+std::span<const MemoryStep> World::steps_at(Location location) const noexcept {
+  for (const auto& [each, steps] : steps_) {
+    if (each == location) {
+      return steps;
+    }
+  }
+  return {};
+}
+
+std::vector<MemoryStep>& World::steps_of(Location location) {
+  for (auto& [each, steps] : steps_) {
+    if (each == location) {
+      return steps;
+    }
+  }
+  return steps_.emplace_back(location, std::vector<MemoryStep>()).second;
+}
+
+std::uint32_t World::note_taken(Location location, Bytes nbytes) {
+  if (!notes_steps_ || nbytes == Bytes() || !backend_.reuses_in_device_order(location)) {
+    return Residence::kNoStep;
+  }
+  std::vector<MemoryStep>& steps = steps_of(location);
+  steps.push_back({.takes = true, .nbytes = nbytes});
+  return static_cast<std::uint32_t>(steps.size() - 1);
+}
+
+void World::note_given_back(const Residence& residence) {
+  if (!notes_steps_ || residence.charge == Bytes() ||
+      !backend_.reuses_in_device_order(residence.location)) {
+    return;
+  }
+  if (residence.block != nullptr || residence.taken_by != Residence::kNoStep) {
+    steps_of(residence.location)
+        .push_back(
+            {.nbytes = residence.charge, .block = residence.block, .taken_by = residence.taken_by});
+  }
+}
+
 void World::reserve(Location location, Bytes nbytes) {
   Account& account = overlaid(location);
-  account.retiring = account.retiring.saturating_sub(account.lacking(nbytes));
+  account.retiring = account.retiring.saturating_sub(account.over_budget(nbytes));
   account.reserve(nbytes);
 }
 
@@ -166,7 +205,9 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
     account.used -= residence.charge;
     if (retires) {
       account.retiring += residence.charge;
+      return;  // when it goes depends on a worker
     }
+    note_given_back(residence);
   };
   const auto retires = [&](const Residence& residence) {
     return residence.read_by_copy && !backend_.reuses_in_device_order(residence.location);
@@ -181,6 +222,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
     return;
   }
   // Everything is charged before anything is given back, as in the execution.
+  std::uint32_t taken_by = Residence::kNoStep;
   for (std::size_t i = 0; i < verdict.num_transitions; ++i) {
     const Transition& each = verdict.transitions[i];
     if (each.kind == TransitionKind::kReconstruct || each.kind == TransitionKind::kCopy) {
@@ -188,6 +230,12 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
       account.retiring = account.retiring.saturating_sub(account.lacking(each.charge));
       account.charge(each.charge);
     }
+    if (each.kind == TransitionKind::kCopy) {
+      taken_by = note_taken(each.to, each.charge);
+    }
+  }
+  if (verdict.staging != Bytes()) {
+    overlaid(Location::pinned_host()).reserve_staging(verdict.staging);
   }
   bool in_flight = false;  // the copy of this action completes on a worker
   std::optional<Location> read_from;
@@ -207,8 +255,10 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
           source->read_by_copy |= in_flight;
         }
         if (each.kind == TransitionKind::kCopy) {
-          view.residences.push_back(
-              {.location = each.to, .uncertain = in_flight, .charge = each.charge});
+          view.residences.push_back({.location = each.to,
+                                     .uncertain = in_flight,
+                                     .charge = each.charge,
+                                     .taken_by = taken_by});
         } else {
           Residence* target = view.find(each.to);
           target->stale = false;

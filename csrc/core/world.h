@@ -2,11 +2,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "inline_vector.h"
 #include "ledger.h"
+#include "residency/core/backend.h"
 #include "residency/core/options.h"
 #include "value_table.h"
 
@@ -24,6 +26,9 @@ struct Residence {
   std::uint32_t num_pending = 0;
   Bytes charge{};
   const Block* block = nullptr;  ///< null for one that only the simulation has made
+  std::uint32_t taken_by = kNoStep;
+
+  static constexpr std::uint32_t kNoStep = UINT32_MAX;
 
   [[nodiscard]] bool is_protected() const noexcept { return num_leases != 0 || num_holds != 0; }
 };
@@ -83,6 +88,10 @@ class World {
   /// Simulates a reservation that was found to fit.
   void reserve(Location location, Bytes nbytes);
 
+  /// From now on notes what the simulation does to memory that is taken in segments.
+  void note_steps() noexcept { notes_steps_ = true; }
+  [[nodiscard]] std::span<const MemoryStep> steps_at(Location location) const noexcept;
+
   /// Accounts that the simulation has touched, in the order of first touch.
   [[nodiscard]] const std::vector<Account>& touched() const noexcept { return accounts_; }
 
@@ -92,6 +101,10 @@ class World {
   [[nodiscard]] Account& overlaid(Location location);
   [[nodiscard]] std::uint32_t* find_slot(std::int64_t id);
   void grow();
+  [[nodiscard]] std::vector<MemoryStep>& steps_of(Location location);
+  /// The number of the step; kNoStep when none was noted.
+  std::uint32_t note_taken(Location location, Bytes nbytes);
+  void note_given_back(const Residence& residence);
 
   const ValueTable& values_;
   const Ledger& ledger_;
@@ -100,6 +113,8 @@ class World {
   const std::size_t num_actions_;
   const Limits limits_;
 
+  bool notes_steps_ = false;
+  std::vector<std::pair<Location, std::vector<MemoryStep>>> steps_;
   std::vector<Account> accounts_;
   Account unlisted_;
   ValueView scratch_;

@@ -242,6 +242,9 @@ class CudaLayer final : public DeviceLayer {
   [[nodiscard]] std::string why_unavailable(Location at) const override;
   [[nodiscard]] std::optional<Bytes> lockable_bytes(Bytes wanted) const override;
   [[nodiscard]] Bytes occupied_bytes(const TensorLayout& layout, Location at) const override;
+  [[nodiscard]] SegmentBytes predict_segments(Location at,
+                                              std::span<const MemoryStep> steps) const override;
+  [[nodiscard]] Bytes staging_bytes() const override { return Staging::kRingBytes; }
   [[nodiscard]] Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) override;
   void check_may_free(Location at) const override {
     refuse_while_caller_captures(at, "nothing is freed");
@@ -263,6 +266,7 @@ class CudaLayer final : public DeviceLayer {
 
  private:
   [[nodiscard]] Room take_room(std::shared_ptr<const TensorLayout> layout, Location at);
+  [[nodiscard]] static std::shared_ptr<RangeMemory> make_memory(Location at);
   [[nodiscard]] std::shared_ptr<RangeMemory> memory_at(Location at);
   [[nodiscard]] std::shared_ptr<RangeMemory> find_memory(Location at) const;
   [[nodiscard]] std::vector<std::shared_ptr<RangeMemory>> all_memory() const;
@@ -311,12 +315,21 @@ std::shared_ptr<RangeMemory> CudaLayer::memory_at(Location at) {
   const std::lock_guard lock(mutex_);
   std::shared_ptr<RangeMemory>& memory = memories_[slot_of(at)];
   if (memory == nullptr) {
-    memory = at.is_cuda() ? std::make_shared<RangeMemory>(std::make_unique<DeviceSegments>(at),
-                                                          DeviceSegments::kAlignment)
-                          : std::make_shared<RangeMemory>(std::make_unique<PageLockedSegments>(),
-                                                          PageLockedSegments::kAlignment);
+    memory = make_memory(at);
   }
   return memory;
+}
+
+std::shared_ptr<RangeMemory> CudaLayer::make_memory(Location at) {
+  return at.is_cuda() ? std::make_shared<RangeMemory>(std::make_unique<DeviceSegments>(at),
+                                                      DeviceSegments::kAlignment)
+                      : std::make_shared<RangeMemory>(std::make_unique<PageLockedSegments>(),
+                                                      PageLockedSegments::kAlignment);
+}
+
+SegmentBytes CudaLayer::predict_segments(Location at, std::span<const MemoryStep> steps) const {
+  const auto memory = find_memory(at);
+  return (memory != nullptr ? memory : make_memory(at))->predict(steps);
 }
 
 DeviceLayer::Room CudaLayer::allocate(std::shared_ptr<const TensorLayout> layout, Location at) {

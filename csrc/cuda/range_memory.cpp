@@ -10,6 +10,12 @@
 namespace residency {
 namespace {
 
+/// Where the range of a block begins, if it has one.
+const void* data_of(const Block& block) noexcept {
+  const auto* tensors = dynamic_cast<const TensorBlock*>(&block);
+  return tensors != nullptr && tensors->is_packed() ? tensors->pack_data() : nullptr;
+}
+
 bool any_pending(const std::vector<FencePtr>& fences) noexcept {
   return std::any_of(fences.begin(), fences.end(), is_pending);
 }
@@ -89,6 +95,94 @@ void RangeMemory::add_segment(Bytes nbytes) {
     source_->give_back(made.data, nbytes, after);
     throw;
   }
+}
+
+namespace {
+
+/// Calls on a RangeAllocator that are taken back at the end of the scope.
+class Undone {
+ public:
+  explicit Undone(RangeAllocator& ranges) : ranges_(ranges) {}
+  Undone(const Undone&) = delete;
+  Undone& operator=(const Undone&) = delete;
+  ~Undone() {
+    for (auto each = done_.rbegin(); each != done_.rend(); ++each) {
+      const Range& range = each->range;
+      switch (each->call) {
+        case Call::kAllocate: ranges_.free(range); break;
+        case Call::kFree: ranges_.take(range); break;
+        case Call::kAdd: ranges_.remove_segment(range.segment); break;
+        case Call::kRemove: ranges_.put_back_segment(range.segment, range.nbytes); break;
+      }
+    }
+  }
+
+  // As RangeMemory does them.
+  Range allocate(Bytes nbytes, const SegmentSource& source) {
+    done_.reserve(done_.size() + 2);
+    std::optional<Range> range = ranges_.allocate(nbytes);
+    if (!range.has_value()) {
+      const Bytes added = source.segment_bytes(ranges_.rounded(nbytes), ranges_.segment_bytes());
+      done_.push_back({Call::kAdd, {ranges_.add_segment(added), Bytes(), added}});
+      range = ranges_.allocate(nbytes);
+    }
+    done_.push_back({Call::kAllocate, range.value()});
+    return *range;
+  }
+  void free(const Range& range, const SegmentSource& source) {
+    done_.reserve(done_.size() + 1);
+    ranges_.free(range);
+    done_.push_back({Call::kFree, range});
+    if (source.keeps_empty_segments() || !ranges_.is_empty(range.segment)) {
+      return;
+    }
+    for (const std::uint32_t number : ranges_.empty_segments()) {
+      done_.reserve(done_.size() + 1);
+      done_.push_back({Call::kRemove, {number, Bytes(), ranges_.bytes_of(number)}});
+      ranges_.remove_segment(number);
+    }
+  }
+
+ private:
+  enum class Call : std::uint8_t { kAllocate, kFree, kAdd, kRemove };
+  struct Done {
+    Call call;
+    Range range;
+  };
+  RangeAllocator& ranges_;
+  std::vector<Done> done_;
+};
+
+}  // namespace
+
+SegmentBytes RangeMemory::predict(std::span<const MemoryStep> steps) {
+  const std::lock_guard lock(mutex_);
+  SegmentBytes bytes;
+  bytes.before = bytes.peak = ranges_.segment_bytes();
+  {
+    Undone books(ranges_);
+    std::vector<Range> taken(steps.size());
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+      const MemoryStep& step = steps[i];
+      if (step.takes) {
+        taken[i] = books.allocate(step.nbytes, *source_);
+        bytes.peak = std::max(bytes.peak, ranges_.segment_bytes());
+        continue;
+      }
+      Range given_back;
+      if (step.block == nullptr) {
+        given_back = taken.at(step.taken_by);
+      } else if (const auto live = live_.find(data_of(*step.block)); live != live_.end()) {
+        given_back = live->second.range;
+      } else {
+        bytes.outside += step.nbytes;
+        continue;
+      }
+      books.free(given_back, *source_);
+    }
+    bytes.after = ranges_.segment_bytes();
+  }
+  return bytes;
 }
 
 bool RangeMemory::end_use(const void* data, DeviceLayer::LastUses uses) {

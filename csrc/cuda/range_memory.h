@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -69,6 +70,8 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   /// says so counts as used by others. False when no range in use begins there.
   [[nodiscard]] bool end_use(const void* data, DeviceLayer::LastUses uses);
 
+  /// What the steps would do to the segments: goes through them in the books, and back.
+  [[nodiscard]] SegmentBytes predict(std::span<const MemoryStep> steps);
   /// Gives back every segment that is empty.
   void trim() noexcept;
   [[nodiscard]] DeviceLayer::Usage usage() const;

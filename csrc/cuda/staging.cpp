@@ -11,8 +11,6 @@
 namespace residency {
 namespace {
 
-constexpr auto kRingBytes = Bytes(std::int64_t{Staging::kNumSlots * Staging::kSlotBytes});
-
 /// What one buffer carries: a run of bytes on the device, and where they are on the host.
 struct Chunk {
   std::byte* device = nullptr;

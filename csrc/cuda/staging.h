@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -12,6 +13,7 @@
 #include "csrc/cuda/copy_batch.h"
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/page_locked_segments.h"
+#include "residency/core/bytes.h"
 #include "residency/core/location.h"
 
 namespace residency {
@@ -22,6 +24,7 @@ class Staging {
  public:
   static constexpr std::size_t kNumSlots = 4;
   static constexpr std::size_t kSlotBytes = std::size_t{4} << 20;
+  static constexpr auto kRingBytes = Bytes(std::int64_t{kNumSlots * kSlotBytes});
 
   Staging() = default;
   ~Staging();

@@ -223,6 +223,72 @@ TEST_F(ExplainTest, ReservationThatDoesNotFitEndsItToo) {
   EXPECT_NE(explanation.infeasible_because.find("second"), std::string::npos);
 }
 
+TEST_F(ExplainTest, BuffersOfStagedCopiesAreReservedOnce) {
+  fake_options.staging = 100_B;
+  budget(kPinned, 160_B);
+  start();
+  const Handle a = adopt(kPageable, 512);
+  const Handle b = adopt(kPageable, 512);
+  const Handle c = adopt(kPinned, 60);
+  const std::vector<ResidencyAction> actions = {
+      EnsureResident{c, kCuda0}, EnsureResident{a, kCuda0}, EnsureResident{b, kCuda0}};
+  const auto explanation = manager->explain(actions);
+  ASSERT_TRUE(explanation.feasible) << explanation.infeasible_because;
+  EXPECT_EQ(explanation.actions[0].verdict.staging, Bytes()) << "it is not staged";
+  EXPECT_EQ(explanation.actions[1].verdict.staging, 100_B);
+  EXPECT_EQ(explanation.actions[2].verdict.staging, Bytes());
+  ASSERT_EQ(explanation.reservations.size(), 1U);
+  EXPECT_EQ(explanation.reservations[0].reservation,
+            (MemoryReservation{kPinned, 100_B, "staging"}));
+  EXPECT_EQ(explanation.find(kPinned)->peak_charged, 160_B);
+  EXPECT_EQ(account(kPinned).reserved, Bytes()) << "nothing has been done yet";
+
+  const PlanReport report = manager->execute(actions);
+  expect_measured(explanation);
+  report.wait();
+  EXPECT_EQ(account(kPinned).reserved, 100_B);
+  const Snapshot snapshot = manager->snapshot();
+  ASSERT_EQ(snapshot.reservations.size(), 1U);
+  EXPECT_EQ(snapshot.reservations[0].reservation.label, "staging");
+  const auto later = manager->explain(std::vector<ResidencyAction>{MoveResident{a, kCuda1}});
+  EXPECT_TRUE(later.reservations.empty()) << "they are there";
+  manager->audit();
+}
+
+TEST_F(ExplainTest, StagedCopyWhoseBuffersDoNotFitIsRefused) {
+  fake_options.staging = 100_B;
+  budget(kPinned, 160_B);
+  start();
+  const Handle a = adopt(kPageable, 512);
+  const Handle in_the_way = adopt(kPinned, 61);
+  const auto before = untouched();
+  EXPECT_EQ(verdict(EnsureResident{a, kCuda0}).shortfall,
+            (Shortfall{kPinned, 160_B, 61_B, Bytes(), Bytes(), 100_B}));
+  const auto error = refused<BudgetError>([&] { manager->ensure(a, kCuda0); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->shortfall.location, kPinned);
+  EXPECT_EQ(untouched(), before);
+  manager->discard(in_the_way);
+  manager->ensure(a, kCuda0).wait();
+}
+
+TEST_F(ExplainTest, LimitOfTheSystemCountsBuffersAndNoOtherReservation) {
+  fake_options.staging = 100_B;
+  start();
+  const Handle a = adopt(kPageable, 50);
+  const Handle b = adopt(kPageable, 512);
+  const auto reserved = manager->reserve({kPinned, 1000_B, "accounting"});
+  const std::vector<ResidencyAction> actions = {EnsureResident{a, kPinned},
+                                                EnsureResident{b, kCuda0}};
+  backend->set_spare_bytes(kPinned, 149_B);
+  const auto refused = manager->explain(actions);
+  ASSERT_FALSE(refused.feasible);
+  EXPECT_EQ(refused.actions.back().verdict.shortfall,
+            (Shortfall{kPinned, 149_B, 50_B, Bytes(), Bytes(), 100_B, /*of_system=*/true}));
+  backend->set_spare_bytes(kPinned, 150_B);
+  manager->execute(actions).wait();
+}
+
 TEST_F(ExplainTest, BadHandlesAndMissingLocationsAreVerdicts) {
   start();
   auto other_backend = std::make_shared<FakeBackend>();

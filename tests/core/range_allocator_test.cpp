@@ -106,6 +106,7 @@ TEST(RangeAllocatorTest, MisuseIsRefusedAndChangesNothing) {
   EXPECT_THROW(allocator.add_segment(0_B), std::logic_error);
   EXPECT_THROW(allocator.add_segment(3_B), std::logic_error);
   allocator.add_segment(20_B);
+  EXPECT_THROW(allocator.put_back_segment(0, 20_B), std::logic_error);
   const Range taken = allocator.allocate(4_B).value();
   const std::vector<Range> before = drain(allocator, 2);
   for (const Range& wrong : {range(0, 2, 2), range(0, 0, 2), range(0, 4, 4), range(1, 0, 4)}) {
@@ -147,6 +148,12 @@ TEST(RangeAllocatorTest, RandomCallsKeepRangesApartAndCanBeUndone) {
         used.resize(std::max<std::size_t>(used.size(), number + 1));
         used[number].assign(static_cast<std::size_t>(nbytes), false);
         undo.emplace_back([&allocator, number] { allocator.remove_segment(number); });
+      } else if (const auto empty = allocator.empty_segments(); what == 1 && !empty.empty()) {
+        const std::uint32_t number = empty[draw(empty.size())];
+        const Bytes nbytes = allocator.bytes_of(number);
+        allocator.remove_segment(number);
+        undo.emplace_back(
+            [&allocator, number, nbytes] { allocator.put_back_segment(number, nbytes); });
       } else if (what < 6 || live.empty()) {
         const auto nbytes = static_cast<std::int64_t>(1 + draw(60));
         const Bytes largest = allocator.largest_free();

@@ -1,5 +1,7 @@
 // Values on devices and in page-locked memory, through the manager. Cases 6 to 10 of the field.
 
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <random>
@@ -453,14 +455,60 @@ TEST_F(DeviceTier, CaptureStaysValidAndUsesWhatIsThere) {
   EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
 }
 
-// Case 30, as far as the arenas' live bytes go.
-TEST_F(DeviceTier, PredictedPeaksAreThoseOfTheArenas) {
+/// What PyTorch's caching allocator hands out and takes back, summed from its trace.
+class AllocatorTrace {
+ public:
+  static AllocatorTrace& instance() {
+    static auto* const trace = new AllocatorTrace;  // a tracker cannot be detached
+    return *trace;
+  }
+  void reset_peaks() {
+    for (std::size_t i = 0; i < peak_.size(); ++i) {
+      peak_[i] = allocated_[i].load();
+    }
+  }
+  [[nodiscard]] Bytes allocated(Location at) const { return Bytes(allocated_[slot(at)]); }
+  [[nodiscard]] Bytes peak(Location at) const { return Bytes(peak_[slot(at)]); }
+
+ private:
+  using Entry = c10::cuda::CUDACachingAllocator::TraceEntry;
+  AllocatorTrace() {
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(
+        [this](const Entry& entry) { note(entry); });
+  }
+  void note(const Entry& entry) {
+    const auto i = static_cast<std::size_t>(entry.device_);
+    if (entry.action_ == Entry::ALLOC) {
+      allocated_[i] += static_cast<std::int64_t>(entry.size_);
+      peak_[i] = std::max(peak_[i].load(), allocated_[i].load());
+    } else if (entry.action_ == Entry::FREE_COMPLETED) {
+      allocated_[i] -= static_cast<std::int64_t>(entry.size_);
+    }
+  }
+  static std::size_t slot(Location at) { return static_cast<std::size_t>(at.cuda_index()); }
+
+  std::array<std::atomic<std::int64_t>, 2> allocated_{};
+  std::array<std::atomic<std::int64_t>, 2> peak_{};
+};
+
+std::int64_t max_memory_allocated(Location at) {
+  constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  return c10::cuda::CUDACachingAllocator::getDeviceStats(
+             static_cast<c10::DeviceIndex>(at.cuda_index()))
+      .allocated_bytes[kAll]
+      .peak;
+}
+
+// Case 30: live bytes against the arenas' own, segments against the allocator that they come from.
+TEST_F(DeviceTier, PredictedPeaksAreMeasured) {
   const std::vector<Location> places = {kPinned, kDevice, kOther};
+  AllocatorTrace& trace = AllocatorTrace::instance();
   std::mt19937 random(20261202);
   const auto below = [&](std::size_t limit) { return random() % limit; };
   std::vector<Handle> handles;
   for (int i = 0; i < 20; ++i) {
-    at::Tensor tensor = at::empty({static_cast<std::int64_t>(1 + below(300'000))},
+    const std::size_t most = i % 3 == 0 ? 12'000'000 : 300'000;
+    at::Tensor tensor = at::empty({static_cast<std::int64_t>(1 + below(most))},
                                   at::TensorOptions().dtype(at::kByte));
     std::memset(tensor.mutable_data_ptr(), i, static_cast<std::size_t>(tensor.numel()));
     TensorResident fields({{"x", std::move(tensor)}});
@@ -470,6 +518,7 @@ TEST_F(DeviceTier, PredictedPeaksAreThoseOfTheArenas) {
     manager_->move(handles.back(), kPinned).wait();
   }
   int num_actions = 0;
+  int num_grown = 0;
   for (int plan = 0; plan < 1000; ++plan) {
     std::vector<ResidencyAction> actions;
     for (std::size_t i = 1 + below(8); i-- > 0;) {
@@ -485,24 +534,129 @@ TEST_F(DeviceTier, PredictedPeaksAreThoseOfTheArenas) {
       }
     }
     layer_->reset_peaks();
+    trace.reset_peaks();
+    for (const c10::DeviceIndex device : {0, 1}) {
+      c10::cuda::CUDACachingAllocator::resetPeakStats(device);
+    }
+    const Bytes before[] = {trace.allocated(kDevice), trace.allocated(kOther)};
+    const std::uint64_t locked = simulated() ? simcuda_pinned_bytes() : 0;
     const Explanation explanation = manager_->explain(actions);
     manager_->execute(actions);
     num_actions += static_cast<int>(actions.size());
     for (const Location at : places) {
+      SCOPED_TRACE(to_string(at) + ", plan " + std::to_string(plan));
       const DeviceLayer::Usage measured = layer_->usage(at);
-      if (const PredictedLocation* predicted = explanation.find(at); predicted != nullptr) {
-        ASSERT_EQ(measured.peak_live, predicted->peak_used) << to_string(at) << ", plan " << plan;
-        ASSERT_EQ(measured.live, predicted->used_after) << to_string(at) << ", plan " << plan;
-      } else {
-        ASSERT_EQ(measured.peak_live, measured.live) << to_string(at) << ", plan " << plan;
+      const PredictedLocation* predicted = explanation.find(at);
+      if (predicted == nullptr) {
+        ASSERT_EQ(measured.peak_live, measured.live);
+        continue;
+      }
+      ASSERT_EQ(measured.peak_live, predicted->peak_used);
+      ASSERT_EQ(measured.live, predicted->used_after);
+      const SegmentBytes& segments = predicted->segments.value();
+      ASSERT_EQ(segments.outside, Bytes());
+      if (at.is_cuda()) {
+        // The arena is the only one that allocates here.
+        ASSERT_EQ(before[at.cuda_index()], segments.before);
+        ASSERT_EQ(trace.peak(at), segments.peak);
+        ASSERT_EQ(max_memory_allocated(at), segments.peak.count());
+        ASSERT_EQ(trace.allocated(at), segments.after);
+        num_grown += segments.peak > segments.before ? 1 : 0;
+      } else if (simulated()) {
+        ASSERT_EQ(simcuda_pinned_bytes() - locked,
+                  static_cast<std::uint64_t>((segments.after - segments.before).count()));
+        ASSERT_EQ(segments.peak, segments.after) << "slabs are kept";
       }
     }
   }
   EXPECT_GT(num_actions, 2000);
+  EXPECT_GT(num_grown, 100);
   for (std::size_t i = 0; i < handles.size(); ++i) {
     manager_->move(handles[i], kHost).wait();
     EXPECT_EQ(byte_of(handles[i], kHost), static_cast<int>(i));
   }
+}
+
+TEST_F(DeviceTier, AdoptedMemoryIsOutsideOfThePredictionUnlessItIsRehomed) {
+  c10::cuda::CUDACachingAllocator::emptyCache();
+  const auto allocated = [] {
+    return c10::cuda::CUDACachingAllocator::getDeviceStats(0)
+        .allocated_bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)]
+        .current;
+  };
+  const auto adopt_from_device = [&](bool rehome, int byte) {
+    at::Tensor tensor = on_device(3 * kMiB);
+    EXPECT_EQ(cudaMemsetAsync(tensor.mutable_data_ptr(), byte, 3 * kMiB, current(kDevice)),
+              cudaSuccess);
+    TensorResident fields({{"x", std::move(tensor)}});
+    return adopt(*manager_, std::move(fields), {.rehome = rehome});
+  };
+  const Handle adopted = adopt_from_device(false, 5);
+  EXPECT_EQ(layer_->usage(kDevice).live, Bytes());
+  const Explanation outside =
+      manager_->explain(std::vector<ResidencyAction>{MoveResident{adopted, kPinned}});
+  EXPECT_EQ(outside.find(kDevice)->segments->outside, Bytes(3 * kMiB));
+  EXPECT_EQ(outside.find(kDevice)->segments->peak, Bytes());
+  manager_->move(adopted, kPinned).wait();
+  manager_->synchronize();
+  EXPECT_EQ(byte_of(adopted, kPinned), 5);
+
+  Gate gate(current(kDevice));  // nothing waits for the copy
+  const Handle rehomed = adopt_from_device(true, 6);
+  EXPECT_EQ(layer_->usage(kDevice).live, Bytes(3 * kMiB));
+  EXPECT_EQ(allocated(), 10 * kMiB) << "the caller's memory has gone";
+  // Whoever gets it next on its stream comes behind the copy.
+  const at::Tensor reused = on_device(3 * kMiB);
+  EXPECT_EQ(cudaMemsetAsync(reused.mutable_data_ptr(), 7, 3 * kMiB, current(kDevice)), cudaSuccess);
+  const std::vector<ResidencyAction> actions = {MoveResident{rehomed, kPinned}};
+  const Explanation inside = manager_->explain(actions);
+  EXPECT_EQ(inside.find(kDevice)->segments,
+            (SegmentBytes{Bytes(10 * kMiB), Bytes(10 * kMiB), Bytes(), Bytes()}));
+  manager_->execute(actions);
+  gate.open();
+  EXPECT_EQ(layer_->usage(kDevice).segments, Bytes());
+  manager_->synchronize();
+  EXPECT_EQ(byte_of(rehomed, kPinned), 6);
+}
+
+TEST_F(DeviceTier, RehomedHostMemoryIsTheCallersAgain) {
+  for (const bool locked : {false, true}) {
+    at::Tensor tensor = locked ? page_locked(kMiB) : at::empty({kMiB}, at::kByte);
+    std::memset(tensor.mutable_data_ptr(), 4, kMiB);
+    TensorResident fields({{"x", tensor}});
+    const Handle handle = adopt(*manager_, std::move(fields), {.rehome = true});
+    EXPECT_EQ(tensor.storage().use_count(), 1U);
+    std::memset(tensor.mutable_data_ptr(), 9, kMiB);
+    EXPECT_EQ(byte_of(handle, locked ? kPinned : kHost), 4);
+    EXPECT_EQ(layer_->usage(kPinned).live, Bytes(locked ? kMiB : 0));
+  }
+}
+
+TEST_F(DeviceTier, RehomingThatDoesNotFitChangesNothing) {
+  ManagerOptions options;
+  options.budgets = {{kDevice, Bytes(kMiB)}};
+  manager_ = make(layer_, std::move(options));
+  TensorResident fields({{"x", on_device(2 * kMiB)}});
+  EXPECT_THROW((void)adopt(*manager_, std::move(fields), {.rehome = true}), BudgetError);
+  EXPECT_EQ(layer_->usage(kDevice).live, Bytes());
+  EXPECT_EQ(layer_->usage(kDevice).segments, Bytes());
+}
+
+TEST_F(DeviceTier, BuffersOfStagedCopiesAreExplainedAndLocked) {
+  const Handle handle = value(kMiB, 3);
+  const std::vector<ResidencyAction> actions = {EnsureResident{handle, kDevice}};
+  const Explanation explanation = manager_->explain(actions);
+  ASSERT_EQ(explanation.reservations.size(), 1U);
+  const MemoryReservation staging = explanation.reservations[0].reservation;
+  EXPECT_EQ(staging, (MemoryReservation{kPinned, Bytes(16 * kMiB), "staging"}));
+  EXPECT_EQ(explanation.find(kPinned)->segments,
+            (SegmentBytes{Bytes(), staging.nbytes, staging.nbytes, Bytes()}));
+  const std::uint64_t locked = simulated() ? simcuda_pinned_bytes() : 0;
+  manager_->execute(actions).wait();
+  if (simulated()) {
+    EXPECT_EQ(Bytes(static_cast<std::int64_t>(simcuda_pinned_bytes() - locked)), staging.nbytes);
+  }
+  EXPECT_EQ(manager_->snapshot().find(kPinned)->reserved, staging.nbytes);
 }
 
 TEST_F(DeviceTier, AddressesAndPeaksDoNotDependOnWhenWorkCompletes) {

@@ -849,6 +849,10 @@ bool FakeBackend::is_shared(const Block& block) const {
   return own(block).memory()->shared.load(std::memory_order_acquire);
 }
 
+Bytes FakeBackend::staging_bytes(Location from, Location to) const {
+  return path(from, to) == TransferPath::kStaged ? world_->options.staging : Bytes();
+}
+
 CopyResult FakeBackend::copy(const CopyRequest& request) {
   probe("Backend::copy");
   World::Lock lock(world_->mutex);

@@ -88,6 +88,8 @@ struct FakeOptions {
   /// Rounding of one block; the kinds' defaults are 64 (pageable), 1 (pinned), 512 (cuda), 4096
   /// plus a header of 128 bytes (disk).
   std::map<Location, std::int64_t> granularity = {};
+  /// Page-locked memory that staged copies go through.
+  Bytes staging = {};
   /// Called with each breach of the contract between core and backend. The default prints and
   /// aborts, since a breach means freed or unready memory was used.
   std::function<void(const std::string&)> on_violation = {};
@@ -195,6 +197,7 @@ class FakeBackend : public Backend {
   [[nodiscard]] TransferPath path(Location from, Location to) const override;
   [[nodiscard]] bool reuses_in_device_order(Location location) const override;
   [[nodiscard]] bool is_shared(const Block& block) const override;
+  [[nodiscard]] Bytes staging_bytes(Location from, Location to) const override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request) override;
   [[nodiscard]] BlockPtr reconstruct(Source& source, const ValueSpec& spec, Location at) override;
   [[nodiscard]] std::optional<Bytes> spare_bytes(Location location, Bytes wanted) override;

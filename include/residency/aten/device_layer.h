@@ -3,6 +3,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,12 @@ class RESIDENCY_API DeviceLayer {
   [[nodiscard]] virtual std::optional<Bytes> lockable_bytes(Bytes wanted) const = 0;
   /// What a packed value takes there. Pure query.
   [[nodiscard]] virtual Bytes occupied_bytes(const TensorLayout& layout, Location at) const = 0;
+
+  /// As `Backend::predict_segments`.
+  [[nodiscard]] virtual SegmentBytes predict_segments(Location at,
+                                                      std::span<const MemoryStep> steps) const = 0;
+  /// Page-locked memory that all staged copies share. Pure query.
+  [[nodiscard]] virtual Bytes staging_bytes() const = 0;
 
   struct Room {
     std::shared_ptr<TensorBlock> block;

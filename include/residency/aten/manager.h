@@ -27,9 +27,14 @@ struct AdoptOptions {
   /// For tensors on a device, the stream behind whose work so far they are complete. Default: the
   /// calling thread's current one there.
   std::optional<Stream> stream = std::nullopt;
+  /// Copies the tensors, at the same location, into memory of the library's own and lets go of
+  /// theirs, so that predicted peaks are exact for this value too. On a device the copy is made on
+  /// `stream`, which should be the one that they were allocated on.
+  bool rehome = false;
 };
 
-/// Gives tensors to a manager. Their bytes are not copied; the value is must-preserve. Keeping
+/// Gives tensors to a manager. Their bytes are not copied (but for `rehome`); the value is
+/// must-preserve. Keeping
 /// other references on the tensors or their storages is allowed, but their memory then lives on
 /// when the value leaves (`escaped` in the snapshot); moving the last reference in avoids that.
 /// Does not wait for a device.

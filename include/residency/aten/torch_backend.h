@@ -52,6 +52,9 @@ class RESIDENCY_API TorchBackend final : public Backend {
   [[nodiscard]] TransferPath path(Location from, Location to) const override;
   [[nodiscard]] bool reuses_in_device_order(Location location) const override;
   [[nodiscard]] bool is_shared(const Block& block) const override;
+  [[nodiscard]] Bytes staging_bytes(Location from, Location to) const override;
+  [[nodiscard]] std::optional<SegmentBytes> predict_segments(
+      Location location, std::span<const MemoryStep> steps) const override;
 
   [[nodiscard]] std::optional<Bytes> spare_bytes(Location location, Bytes wanted) override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request) override;

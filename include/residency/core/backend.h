@@ -92,6 +92,25 @@ struct CopyRequest {
   bool ahead_of_need = false;
 };
 
+/// One step of a plan in the memory of one location.
+struct MemoryStep {
+  bool takes = false;  ///< otherwise it gives back
+  Bytes nbytes;
+  const Block* block = nullptr;  ///< given back; null: it is what an earlier step has taken
+  std::size_t taken_by = 0;      ///< the number of that step
+};
+
+/// What a location takes from the system as a whole and divides among values.
+struct SegmentBytes {
+  Bytes before;
+  Bytes peak;
+  Bytes after;
+  /// Given up by the plan in memory of somebody else (adopted, or made by a source): it is in no
+  /// segment, and whoever made it frees it once its last uses are over.
+  Bytes outside;
+  friend bool operator==(const SegmentBytes&, const SegmentBytes&) = default;
+};
+
 struct CopyResult {
   /// The new block (or `overwrite`).
   BlockPtr block;
@@ -137,6 +156,13 @@ class RESIDENCY_API Backend {
   /// True when somebody besides the manager and its leases keeps the block's memory alive (a
   /// caller's tensor, autograd), so that releasing it would not free it. Pure query.
   [[nodiscard]] virtual bool is_shared(const Block& block) const = 0;
+  /// Page-locked memory that copies between the two go through, the same for all of them; zero when
+  /// none. Pure query.
+  [[nodiscard]] virtual Bytes staging_bytes(Location from, Location to) const;
+  /// What the steps, in this order, would do to the segments of a location; none where memory is
+  /// not taken in segments. Pure query but for its own bookkeeping, which it puts back; O(steps).
+  [[nodiscard]] virtual std::optional<SegmentBytes> predict_segments(
+      Location location, std::span<const MemoryStep> steps) const;
 
   /// How many bytes more the location can take now, as far as the system has limits that are known
   /// beforehand; may stop counting at `wanted`. None: not known. Called when a plan makes the

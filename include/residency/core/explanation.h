@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "residency/core/action.h"
+#include "residency/core/backend.h"
 #include "residency/core/bytes.h"
 #include "residency/core/export.h"
 #include "residency/core/location.h"
@@ -23,7 +24,8 @@ struct ExplainedAction {
   Verdict verdict;
 };
 
-/// The verdict on one reservation of a plan.
+/// The verdict on one reservation of a plan, or on the one named `staging` that the manager makes
+/// of itself (and keeps): the page-locked buffers of its first staged copy.
 struct ExplainedReservation {
   MemoryReservation reservation;
   bool feasible = true;
@@ -40,6 +42,11 @@ struct PredictedLocation {
   Bytes escaped_after;  ///< part of used: memory that others keep alive
   Bytes peak_used;
   Bytes peak_charged;  ///< used + reserved
+  /// Where memory is taken in segments (a device's arena, page-locked slabs with the buffers of
+  /// staged copies): what PyTorch's caching allocator counts as allocated for the library, and what
+  /// is page-locked. Exact where nothing else changes it meanwhile; what a worker's transfer reads
+  /// counts to the end of the plan.
+  std::optional<SegmentBytes> segments;
 };
 
 /// The dry run of a plan or of a list of actions: an immutable value without tensors.

@@ -44,7 +44,7 @@ struct LocationSnapshot {
   Location location;
   std::optional<Bytes> budget;
   Bytes used;      ///< materializations, temporary loads, escaped memory
-  Bytes reserved;  ///< open reservations
+  Bytes reserved;  ///< `reservations`
   Bytes retiring;  ///< given up, but something still reads it
   Bytes arriving;  ///< part of used: copies under way to here
   Bytes escaped;   ///< part of used: given up, but others keep the memory alive
@@ -70,11 +70,12 @@ struct ReservationSnapshot {
 struct Snapshot {
   ManagerId manager{};
   std::uint64_t state_version = 0;
-  std::int64_t time_ns = 0;                       ///< steady clock
-  std::vector<ValueSnapshot> values;              ///< in registration order
-  std::vector<LocationSnapshot> locations;        ///< in the order of `Manager::locations`
-  std::vector<EscapedSnapshot> escaped;           ///< in the order of escape
-  std::vector<ReservationSnapshot> reservations;  ///< in creation order
+  std::int64_t time_ns = 0;                 ///< steady clock
+  std::vector<ValueSnapshot> values;        ///< in registration order
+  std::vector<LocationSnapshot> locations;  ///< in the order of `Manager::locations`
+  std::vector<EscapedSnapshot> escaped;     ///< in the order of escape
+  /// In creation order, after the one of the manager's own for staged copies (`staging`).
+  std::vector<ReservationSnapshot> reservations;
   std::uint32_t num_leases = 0;
   std::uint32_t num_holds = 0;
   std::uint32_t num_scopes = 0;

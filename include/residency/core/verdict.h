@@ -94,6 +94,8 @@ struct Verdict {
   bool waits = false;
   Protection protection;  ///< of the materialization in the way (kProtected)
   Shortfall shortfall;  ///< kOverBudget, or what it waits for when only retiring bytes are lacking
+  /// Page-locked buffers that its copy goes through and that are not reserved yet.
+  Bytes staging;
   std::array<Transition, 3> transitions{};
   std::uint8_t num_transitions = 0;
 
