@@ -108,6 +108,7 @@ class DeviceFault : public CudaTest {
       });
     }
     step([&] { manager.synchronize(); });
+    step([&] { (void)manager.trace(); });  // with the device's times
     return num_failed;
   }
 
@@ -247,9 +248,30 @@ TEST_F(DeviceFault, EachCallFailsOnceAndNoValueIsLost) {
 
 // The order can be kept, or found out, in another way.
 TEST_F(DeviceFault, CallsWhoseFailureIsMadeUpFor) {
-  for (const char* entry_point : {"cudaEventQuery", "cudaEventSynchronize",
-                                  "cudaThreadExchangeStreamCaptureMode", "cudaMemcpyBatchAsync"}) {
+  for (const char* entry_point :
+       {"cudaEventQuery", "cudaEventSynchronize", "cudaThreadExchangeStreamCaptureMode",
+        "cudaMemcpyBatchAsync", "cudaEventElapsedTime"}) {
     fail_each_call(entry_point, &run_scenario);
+  }
+}
+
+// In a process of its own: the streams of a device are made once.
+TEST_F(DeviceFault, StreamThatCannotBeMadeIsTriedAgain) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  for (std::uint64_t nth = 0; nth < 5; ++nth) {
+    const auto body = [nth] {
+      const auto manager = create_manager({}, {.devices = make_cuda_layer()});
+      const Handle handle = value(*manager, 100'000, 1);
+      manager->ensure(handle, kPinned).wait();
+      ASSERT_EQ(simcuda_fail("cudaStreamCreateWithFlags", nth, 1, cudaErrorInvalidValue), 0);
+      EXPECT_THROW(manager->ensure(handle, kDevice), Error);
+      EXPECT_EQ(places(*manager, handle), (std::vector{kHost, kPinned}));
+      manager->audit();
+      manager->ensure(handle, kDevice);
+      EXPECT_TRUE(holds(*manager, handle, kDevice, 1));
+      manager->close();
+    };
+    EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "") << "stream " << nth;
   }
 }
 
