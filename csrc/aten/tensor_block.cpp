@@ -173,6 +173,8 @@ std::shared_ptr<TensorBlock> TensorBlock::pack(std::shared_ptr<const TensorLayou
                                                Location location, at::DataPtr memory) {
   auto block = std::make_shared<TensorBlock>(Key{}, std::move(layout), location, true);
   block->pack_data_ = block->layout_->packed_bytes() == Bytes() ? nullptr : memory.get();
+  block->pack_context_ = memory.get_context();
+  block->pack_deleter_ = memory.get_deleter();
   block->memory_ = std::move(memory);
   return block;
 }

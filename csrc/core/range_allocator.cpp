@@ -21,28 +21,26 @@ RangeAllocator::RangeAllocator(Bytes alignment) : alignment_(alignment) {
   static_cast<void>(rounded(Bytes()));  // refuses an alignment of zero
 }
 
-RangeAllocator::Segment& RangeAllocator::segment_at(std::uint32_t number) {
-  if (number >= segments_.size() || segments_[number].nbytes == Bytes()) {
+void RangeAllocator::check_segment(std::uint32_t number) const {
+  if (number >= segments_.size() || segments_[number] == Bytes()) {
     throw std::logic_error(fmt::format("RangeAllocator: there is no segment {}", number));
   }
-  return segments_[number];
 }
 
 /// Cuts [begin, begin + nbytes) out of a free piece.
-void RangeAllocator::hand_out(std::uint32_t number, Pieces& pieces, Pieces::iterator piece,
-                              Bytes begin, Bytes nbytes) {
-  const Bytes piece_begin = piece->first;
+void RangeAllocator::hand_out(Pieces::iterator piece, Bytes begin, Bytes nbytes) {
+  const auto [number, piece_begin] = piece->first;
   const Bytes before = begin - piece_begin;
   const Bytes after = piece->second.nbytes - before - nbytes;
   auto freed = free_.extract({piece->second.nbytes, number, piece_begin});
   if (before != Bytes()) {
     piece->second.nbytes = before;
     free_.insert({before, number, piece_begin});
-    piece = pieces.emplace_hint(std::next(piece), begin, Piece());
+    piece = pieces_.emplace_hint(std::next(piece), Place(number, begin), Piece());
   }
   piece->second = {nbytes, false};
   if (after != Bytes()) {
-    pieces.emplace_hint(std::next(piece), begin + nbytes, Piece{after, true});
+    pieces_.emplace_hint(std::next(piece), Place(number, begin + nbytes), Piece{after, true});
     freed.value() = {after, number, begin + nbytes};
     free_.insert(std::move(freed));
   }
@@ -59,8 +57,7 @@ std::optional<Range> RangeAllocator::allocate(Bytes nbytes) {
     return std::nullopt;
   }
   const auto [size, number, begin] = *best;
-  Pieces& pieces = segments_[number].pieces;
-  hand_out(number, pieces, pieces.find(begin), begin, nbytes);
+  hand_out(pieces_.find(Place(number, begin)), begin, nbytes);
   return Range{number, begin, nbytes};
 }
 
@@ -68,51 +65,50 @@ void RangeAllocator::free(const Range& range) {
   if (range.nbytes == Bytes()) {
     return;
   }
-  Pieces& pieces = segment_at(range.segment).pieces;
-  auto piece = pieces.find(range.begin);
-  if (piece == pieces.end() || piece->second.is_free || piece->second.nbytes != range.nbytes) {
+  check_segment(range.segment);
+  auto piece = pieces_.find(Place(range.segment, range.begin));
+  if (piece == pieces_.end() || piece->second.is_free || piece->second.nbytes != range.nbytes) {
     throw_misuse("free", range);
   }
   live_ -= range.nbytes;
   piece->second.is_free = true;
   const auto absorb = [&](Pieces::iterator into, Pieces::iterator from) {
     into->second.nbytes += from->second.nbytes;
-    pieces.erase(from);
+    pieces_.erase(from);
   };
-  if (const auto next = std::next(piece); next != pieces.end() && next->second.is_free) {
-    free_.erase({next->second.nbytes, range.segment, next->first});
+  const auto is_free_here = [&](Pieces::iterator neighbour) {
+    return neighbour->first.first == range.segment && neighbour->second.is_free;
+  };
+  if (const auto next = std::next(piece); next != pieces_.end() && is_free_here(next)) {
+    free_.erase({next->second.nbytes, range.segment, next->first.second});
     absorb(piece, next);
   }
-  if (piece != pieces.begin() && std::prev(piece)->second.is_free) {
+  if (piece != pieces_.begin() && is_free_here(std::prev(piece))) {
     const auto previous = std::prev(piece);
-    free_.erase({previous->second.nbytes, range.segment, previous->first});
+    free_.erase({previous->second.nbytes, range.segment, previous->first.second});
     absorb(previous, piece);
     piece = previous;
   }
-  free_.insert({piece->second.nbytes, range.segment, piece->first});
+  free_.insert({piece->second.nbytes, range.segment, piece->first.second});
 }
 
 void RangeAllocator::take(const Range& range) {
   if (range.nbytes == Bytes()) {
     return;
   }
-  Pieces& pieces = segment_at(range.segment).pieces;
-  auto piece = pieces.upper_bound(range.begin);
-  if (piece == pieces.begin()) {
-    throw_misuse("take", range);
-  }
-  --piece;
+  check_segment(range.segment);
+  const auto piece = std::prev(pieces_.upper_bound(Place(range.segment, range.begin)));
   const bool fits = piece->second.is_free && range.nbytes == rounded(range.nbytes) &&
                     range.begin == rounded(range.begin) &&
-                    range.begin + range.nbytes <= piece->first + piece->second.nbytes;
+                    range.begin + range.nbytes <= piece->first.second + piece->second.nbytes;
   if (!fits) {
     throw_misuse("take", range);
   }
-  hand_out(range.segment, pieces, piece, range.begin, range.nbytes);
+  hand_out(piece, range.begin, range.nbytes);
 }
 
 std::uint32_t RangeAllocator::add_segment(Bytes nbytes) {
-  const auto unused = std::ranges::find(segments_, Bytes(), &Segment::nbytes);
+  const auto unused = std::ranges::find(segments_, Bytes());
   const auto number = static_cast<std::uint32_t>(unused - segments_.begin());
   put_back_segment(number, nbytes);
   return number;
@@ -123,34 +119,34 @@ void RangeAllocator::put_back_segment(std::uint32_t number, Bytes nbytes) {
     throw std::logic_error(fmt::format("RangeAllocator: {} B are not a positive multiple of {}",
                                        nbytes.count(), alignment_.count()));
   }
-  if (number < segments_.size() && segments_[number].nbytes != Bytes()) {
+  if (number < segments_.size() && segments_[number] != Bytes()) {
     throw std::logic_error(fmt::format("RangeAllocator: there is a segment {}", number));
   }
   segments_.resize(std::max<std::size_t>(segments_.size(), number + 1));
-  Segment& segment = segments_[number];
-  segment.nbytes = nbytes;
-  segment.pieces.emplace(Bytes(), Piece{nbytes, true});
+  segments_[number] = nbytes;
+  pieces_.emplace(Place(number, Bytes()), Piece{nbytes, true});
   free_.insert({nbytes, number, Bytes()});
   in_segments_ += nbytes;
 }
 
 void RangeAllocator::remove_segment(std::uint32_t number) {
-  Segment& segment = segment_at(number);
+  check_segment(number);
   if (!is_empty(number)) {
     throw std::logic_error(
         fmt::format("RangeAllocator::remove_segment: segment {} is in use", number));
   }
-  free_.erase({segment.nbytes, number, Bytes()});
-  in_segments_ -= segment.nbytes;
-  segment = Segment();
-  while (!segments_.empty() && segments_.back().nbytes == Bytes()) {
+  pieces_.erase(Place(number, Bytes()));
+  free_.erase({segments_[number], number, Bytes()});
+  in_segments_ -= segments_[number];
+  segments_[number] = Bytes();
+  while (!segments_.empty() && segments_.back() == Bytes()) {
     segments_.pop_back();
   }
 }
 
 bool RangeAllocator::is_empty(std::uint32_t number) const {
-  const Segment& segment = segments_.at(number);
-  return segment.pieces.size() == 1 && segment.pieces.begin()->second.is_free;
+  const Bytes nbytes = segments_.at(number);
+  return nbytes != Bytes() && free_.contains({nbytes, number, Bytes()});
 }
 
 std::vector<std::uint32_t> RangeAllocator::empty_segments() const {
@@ -169,33 +165,32 @@ Bytes RangeAllocator::largest_free() const noexcept {
 
 void RangeAllocator::audit() const {
   Bytes live;
-  Bytes in_segments;
+  std::vector<Bytes> ends(segments_.size());
   std::set<FreeKey> free;
-  for (std::uint32_t number = 0; number < segments_.size(); ++number) {
-    const Segment& segment = segments_[number];
-    Bytes end;
-    bool previous_is_free = false;
-    for (const auto& [begin, piece] : segment.pieces) {
-      if (begin != end || piece.nbytes == Bytes() || (piece.is_free && previous_is_free)) {
-        throw std::logic_error(
-            fmt::format("segment {}: pieces leave a gap, overlap or should be "
-                        "one at {}",
-                        number, begin.count()));
-      }
-      end += piece.nbytes;
-      previous_is_free = piece.is_free;
-      if (piece.is_free) {
-        free.insert({piece.nbytes, number, begin});
-      } else {
-        live += piece.nbytes;
-      }
+  std::optional<std::uint32_t> free_until_here;  // the piece before is free, in this segment
+  for (const auto& [place, piece] : pieces_) {
+    const auto [number, begin] = place;
+    const bool joins = piece.is_free && free_until_here == number;
+    if (begin != ends.at(number) || piece.nbytes == Bytes() || joins) {
+      throw std::logic_error(fmt::format(
+          "segment {}: pieces leave a gap, overlap or should be one at {}", number, begin.count()));
     }
-    if (end != segment.nbytes) {
-      throw std::logic_error(fmt::format("segment {}: pieces do not cover it", number));
+    ends[number] += piece.nbytes;
+    free_until_here = piece.is_free ? std::optional(number) : std::nullopt;
+    if (piece.is_free) {
+      free.insert({piece.nbytes, number, begin});
+    } else {
+      live += piece.nbytes;
     }
-    in_segments += segment.nbytes;
   }
-  if (free != free_ || live != live_ || in_segments != in_segments_) {
+  Bytes in_segments;
+  for (const Bytes each : segments_) {
+    in_segments += each;
+  }
+  if (ends != segments_) {
+    throw std::logic_error("pieces do not cover their segments");
+  }
+  if (!std::ranges::equal(free, free_) || live != live_ || in_segments != in_segments_) {
     throw std::logic_error("the free ranges or the sums are not those of the pieces");
   }
 }

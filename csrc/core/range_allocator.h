@@ -2,9 +2,11 @@
 
 #include <cstdint>
 #include <map>
+#include <memory_resource>
 #include <optional>
 #include <set>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "residency/core/bytes.h"
@@ -50,7 +52,7 @@ class RESIDENCY_API RangeAllocator {
   /// Adds a segment of a number that no segment has.
   void put_back_segment(std::uint32_t segment, Bytes nbytes);
   [[nodiscard]] bool is_empty(std::uint32_t segment) const;
-  [[nodiscard]] Bytes bytes_of(std::uint32_t segment) const { return segments_.at(segment).nbytes; }
+  [[nodiscard]] Bytes bytes_of(std::uint32_t segment) const { return segments_.at(segment); }
   /// Those that are wholly free, by number.
   [[nodiscard]] std::vector<std::uint32_t> empty_segments() const;
 
@@ -68,20 +70,18 @@ class RESIDENCY_API RangeAllocator {
     Bytes nbytes;
     bool is_free = true;
   };
-  using Pieces = std::map<Bytes, Piece>;  // by where they begin; they cover the segment
-  struct Segment {
-    Bytes nbytes;  // zero: no segment has this number
-    Pieces pieces;
-  };
+  using Place = std::pair<std::uint32_t, Bytes>;            // segment, begin
+  using Pieces = std::pmr::map<Place, Piece>;               // they cover the segments
   using FreeKey = std::tuple<Bytes, std::uint32_t, Bytes>;  // size, segment, begin
 
-  [[nodiscard]] Segment& segment_at(std::uint32_t number);
-  void hand_out(std::uint32_t number, Pieces& pieces, Pieces::iterator piece, Bytes begin,
-                Bytes nbytes);
+  void check_segment(std::uint32_t number) const;
+  void hand_out(Pieces::iterator piece, Bytes begin, Bytes nbytes);
 
-  Bytes alignment_;
-  std::vector<Segment> segments_;
-  std::set<FreeKey> free_;
+  const Bytes alignment_;
+  std::vector<Bytes> segments_;  // by number; zero: no segment has it
+  std::pmr::unsynchronized_pool_resource nodes_;
+  Pieces pieces_{&nodes_};
+  std::pmr::set<FreeKey> free_{&nodes_};
   Bytes live_;
   Bytes in_segments_;
 };

@@ -350,9 +350,7 @@ DeviceLayer::Room CudaLayer::take_room(std::shared_ptr<const TensorLayout> layou
 }
 
 bool CudaLayer::end_use(const TensorBlock& block, const LastUses& uses) {
-  const auto memory = block.is_packed() ? find_memory(block.location()) : nullptr;
-  return memory != nullptr &&
-         (block.pack_data() == nullptr || memory->end_use(block.pack_data(), uses));
+  return (block.is_packed() && block.pack_data() == nullptr) || RangeMemory::end_use(block, uses);
 }
 
 CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source,

@@ -10,12 +10,6 @@
 namespace residency {
 namespace {
 
-/// Where the range of a block begins, if it has one.
-const void* data_of(const Block& block) noexcept {
-  const auto* tensors = dynamic_cast<const TensorBlock*>(&block);
-  return tensors != nullptr && tensors->is_packed() ? tensors->pack_data() : nullptr;
-}
-
 bool any_pending(const std::vector<FencePtr>& fences) noexcept {
   return std::any_of(fences.begin(), fences.end(), is_pending);
 }
@@ -30,38 +24,36 @@ RangeMemory::~RangeMemory() {
 }
 
 RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
+  auto live = std::make_unique<Live>(Live{shared_from_this()});
   Allocation allocation;
-  Live* live = nullptr;
   for (bool added = false;; added = true) {
+    std::vector<FreedPieces::node_type> finished;
     std::vector<Departing> unneeded;
+    void* data = nullptr;
     {
       const std::lock_guard lock(mutex_);
       if (const std::optional<Range> range = ranges_.allocate(nbytes); range.has_value()) {
-        const auto* base = static_cast<const std::byte*>(segments_[range->segment].data);
-        const void* data = base + range->begin.count();
         try {
-          live = &live_.emplace(data, Live{shared_from_this(), data, *range, {{}, true}})
-                      .first->second;
+          allocation.after = last_uses_in(*range);
           // Until its user says otherwise: it may be freed before anything was done with it.
-          live->uses.last_uses = last_uses_in(*range);
-          allocation.after = live->uses.last_uses;
-          forget_last_uses_in(*range);
+          live->uses.last_uses = allocation.after;
+          finished = forget_last_uses_in(*range);
         } catch (...) {
-          live_.erase(data);
           ranges_.free(*range);
           throw;
         }
+        live->range = *range;
+        data = static_cast<std::byte*>(segments_[range->segment].data) + range->begin.count();
         peak_live_ = std::max(peak_live_, ranges_.live_bytes());
       }
       // Another thread may have made room meanwhile, so that the new segment is not needed.
-      if (added && live != nullptr && !source_->keeps_empty_segments()) {
+      if (added && data != nullptr && !source_->keeps_empty_segments()) {
         unneeded = remove_empty_segments();
       }
     }
     give_back(std::move(unneeded));
-    if (live != nullptr) {
-      allocation.memory =
-          at::DataPtr(const_cast<void*>(live->data), live, &free_context, source_->device());
+    if (data != nullptr) {
+      allocation.memory = at::DataPtr(data, live.release(), &free_context, source_->device());
       return allocation;
     }
     add_segment(source_->segment_bytes(ranges_.rounded(nbytes), usage().segments));
@@ -81,7 +73,8 @@ void RangeMemory::add_segment(Bytes nbytes) {
     const std::uint32_t number = ranges_.add_segment(nbytes);
     try {
       if (made.ready != nullptr) {
-        freed_.emplace(Place(number, Bytes()), Freed{nbytes, after});
+        freed_.emplace(Place(number, Bytes()),
+                       Freed{nbytes, std::make_shared<const std::vector<FencePtr>>(after)});
       }
     } catch (...) {
       ranges_.remove_segment(number);
@@ -172,8 +165,9 @@ SegmentBytes RangeMemory::predict(std::span<const MemoryStep> steps) {
       Range given_back;
       if (step.block == nullptr) {
         given_back = taken.at(step.taken_by);
-      } else if (const auto live = live_.find(data_of(*step.block)); live != live_.end()) {
-        given_back = live->second.range;
+      } else if (const Live* live = live_of(*step.block);
+                 live != nullptr && live->memory.get() == this) {
+        given_back = live->range;
       } else {
         bytes.outside += step.nbytes;
         continue;
@@ -185,55 +179,60 @@ SegmentBytes RangeMemory::predict(std::span<const MemoryStep> steps) {
   return bytes;
 }
 
-bool RangeMemory::end_use(const void* data, DeviceLayer::LastUses uses) {
-  const std::lock_guard lock(mutex_);
-  const auto found = live_.find(data);
-  if (found == live_.end()) {
+RangeMemory::Live* RangeMemory::live_of(const Block& block) noexcept {
+  const auto* tensors = dynamic_cast<const TensorBlock*>(&block);
+  return tensors != nullptr ? static_cast<Live*>(tensors->pack_context(&free_context)) : nullptr;
+}
+
+bool RangeMemory::end_use(const TensorBlock& block, DeviceLayer::LastUses uses) {
+  Live* live = live_of(block);
+  if (live == nullptr) {
     return false;
   }
-  std::swap(found->second.uses, uses);  // what it was dies after the lock
+  const std::lock_guard lock(live->memory->mutex_);
+  std::swap(live->uses, uses);  // what it was dies after the lock
   return true;
 }
 
-void RangeMemory::free_context(void* pointer) noexcept {
-  const auto* live = static_cast<const Live*>(pointer);
-  const std::shared_ptr<RangeMemory> memory = live->memory;
-  memory->free(*live);
+void RangeMemory::free_context(void* context) noexcept {
+  std::unique_ptr<Live> live(static_cast<Live*>(context));
+  if (live->memory->generation_ == fork_generation()) {
+    live->memory->free(*live);
+  } else {
+    // A forked child: the memory is the parent's, and mutexes may be held for ever.
+    (void)live.release();
+  }
 }
 
-void RangeMemory::free(const Live& freed) noexcept {
-  if (generation_ != fork_generation()) {
-    return;  // a forked child: the memory is the parent's, and the mutex may be held for ever
-  }
+void RangeMemory::free(Live& freed) noexcept {
   const Range range = freed.range;
   DeviceLayer::LastUses uses;
   {
     const std::lock_guard lock(mutex_);
-    uses = std::move(live_.find(freed.data)->second.uses);
+    uses = std::move(freed.uses);
   }
+  std::vector<FencePtr>& last_uses = uses.last_uses;
   if (uses.used_by_others) {
     try {
       const std::vector<FencePtr> by_others = source_->last_uses_by_others();
-      uses.last_uses.insert(uses.last_uses.end(), by_others.begin(), by_others.end());
+      last_uses.insert(last_uses.end(), by_others.begin(), by_others.end());
     } catch (...) {
       source_->wait_for_others();
     }
   }
-  std::vector<FencePtr> finished;
-  bool remembered = false;
+  std::vector<FreedPieces::node_type> finished;
   try {
-    const std::lock_guard lock(mutex_);
-    if (any_pending(uses.last_uses)) {
-      freed_.emplace(Place(range.segment, range.begin),
-                     Freed{range.begin + range.nbytes, uses.last_uses});
+    if (any_pending(last_uses)) {
+      const auto shared = std::make_shared<const std::vector<FencePtr>>(last_uses);
+      const std::lock_guard lock(mutex_);
+      freed_.emplace(Place(range.segment, range.begin), Freed{range.begin + range.nbytes, shared});
+      last_uses.clear();
     }
-    remembered = true;
+    const std::lock_guard lock(mutex_);
     finished = take_finished();
   } catch (...) {
     // No memory. What is not remembered must be over.
-  }
-  if (!remembered) {
-    for (const FencePtr& fence : uses.last_uses) {
+    for (const FencePtr& fence : last_uses) {
       if (fence != nullptr) {
         fence->wait();
       }
@@ -242,7 +241,6 @@ void RangeMemory::free(const Live& freed) noexcept {
   std::vector<Departing> departing;
   {
     const std::lock_guard lock(mutex_);
-    live_.erase(freed.data);
     ranges_.free(range);
     if (!source_->keeps_empty_segments() && ranges_.is_empty(range.segment)) {
       departing = remove_empty_segments();
@@ -271,8 +269,8 @@ std::vector<FencePtr> RangeMemory::last_uses_in(const Range& range) {
   }
   const auto [first, last] = pieces_in(range);
   for (auto piece = first; piece != last; ++piece) {
-    for (const FencePtr& fence : piece->second.last_uses) {
-      if (std::find(fences.begin(), fences.end(), fence) == fences.end()) {
+    for (const FencePtr& fence : *piece->second.last_uses) {
+      if (is_pending(fence) && std::find(fences.begin(), fences.end(), fence) == fences.end()) {
         fences.push_back(fence);
       }
     }
@@ -280,37 +278,44 @@ std::vector<FencePtr> RangeMemory::last_uses_in(const Range& range) {
   return fences;
 }
 
-void RangeMemory::forget_last_uses_in(const Range& range) {
+std::vector<RangeMemory::FreedPieces::node_type> RangeMemory::forget_last_uses_in(
+    const Range& range) {
+  std::vector<FreedPieces::node_type> forgotten;
   if (freed_.empty()) {
-    return;
+    return forgotten;
   }
   auto [first, last] = pieces_in(range);
   if (first == last) {
-    return;
+    return forgotten;
   }
+  forgotten.reserve(static_cast<std::size_t>(std::distance(first, last)));
   const Bytes end = range.begin + range.nbytes;
-  if (std::prev(last)->second.end > end) {
-    last = freed_.emplace(Place(range.segment, end), std::prev(last)->second).first;
+  // What sticks out of the range stays, unless it is over.
+  const Freed& tail = std::prev(last)->second;
+  if (tail.end > end && any_pending(*tail.last_uses)) {
+    last = freed_.emplace(Place(range.segment, end), tail).first;
   }
-  if (first->first.second < range.begin) {
+  if (first->first.second < range.begin && any_pending(*first->second.last_uses)) {
     first->second.end = range.begin;
     ++first;
   }
-  freed_.erase(first, last);
+  while (first != last) {
+    forgotten.push_back(freed_.extract(first++));
+  }
+  return forgotten;
 }
 
-std::vector<FencePtr> RangeMemory::take_finished() {
-  std::vector<FencePtr> finished;
+std::vector<RangeMemory::FreedPieces::node_type> RangeMemory::take_finished() {
+  std::vector<FreedPieces::node_type> finished;
   if (freed_.size() < look_at_) {
     return finished;
   }
+  finished.reserve(freed_.size());
   for (auto piece = freed_.begin(); piece != freed_.end();) {
-    if (any_pending(piece->second.last_uses)) {
-      ++piece;
-      continue;
+    const auto each = piece++;
+    if (!any_pending(*each->second.last_uses)) {
+      finished.push_back(freed_.extract(each));
     }
-    finished.insert(finished.end(), piece->second.last_uses.begin(), piece->second.last_uses.end());
-    piece = freed_.erase(piece);
   }
   look_at_ = std::max<std::size_t>(64, 2 * freed_.size());
   return finished;
@@ -326,8 +331,8 @@ std::vector<RangeMemory::Departing> RangeMemory::remove_empty_segments() noexcep
       const auto first = freed_.lower_bound(Place(number, Bytes()));
       const auto last = freed_.lower_bound(Place(number + 1, Bytes()));
       for (auto piece = first; piece != last; ++piece) {
-        each.after.insert(each.after.end(), piece->second.last_uses.begin(),
-                          piece->second.last_uses.end());
+        each.after.insert(each.after.end(), piece->second.last_uses->begin(),
+                          piece->second.last_uses->end());
       }
       ranges_.remove_segment(number);
       freed_.erase(first, last);

@@ -5,7 +5,6 @@
 #include <memory>
 #include <mutex>
 #include <span>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -66,9 +65,9 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   };
   /// Not initialized. Throws what the source throws. `nbytes` > 0.
   [[nodiscard]] Allocation allocate(Bytes nbytes);
-  /// Says, before the memory at `data` is freed, what its last uses were. Memory of which nobody
-  /// says so counts as used by others. False when no range in use begins there.
-  [[nodiscard]] bool end_use(const void* data, DeviceLayer::LastUses uses);
+  /// Says, before a block over such memory is destroyed, what its last uses were. Memory of which
+  /// nobody says so counts as used by others. False for other blocks.
+  [[nodiscard]] static bool end_use(const TensorBlock& block, DeviceLayer::LastUses uses);
 
   /// What the steps would do to the segments: goes through them in the books, and back.
   [[nodiscard]] SegmentBytes predict(std::span<const MemoryStep> steps);
@@ -81,14 +80,13 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   /// A range in use: what its deleter is given.
   struct Live {
     std::shared_ptr<RangeMemory> memory;
-    const void* data = nullptr;
-    Range range;
-    DeviceLayer::LastUses uses;
+    Range range = {};
+    DeviceLayer::LastUses uses = {.last_uses = {}, .used_by_others = true};  // under its mutex
   };
   /// Free memory, and what was pending there when it was freed.
   struct Freed {
     Bytes end;
-    std::vector<FencePtr> last_uses;
+    std::shared_ptr<const std::vector<FencePtr>> last_uses;
   };
   using Place = std::pair<std::uint32_t, Bytes>;  // segment, where it begins
   struct Segment {
@@ -101,17 +99,20 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   };
 
   static void free_context(void* live) noexcept;
-  void free(const Live& live) noexcept;
+  [[nodiscard]] static Live* live_of(const Block& block) noexcept;
+  void free(Live& live) noexcept;
   void add_segment(Bytes nbytes);
-  /// What was last done in the range.
+  /// What is still to be done in the range.
   [[nodiscard]] std::vector<FencePtr> last_uses_in(const Range& range);
-  /// Leaves that to its new user. When it throws nothing has changed.
-  void forget_last_uses_in(const Range& range);
-  using Pieces = std::pair<std::map<Place, Freed>::iterator, std::map<Place, Freed>::iterator>;
+  using FreedPieces = std::map<Place, Freed>;
+  /// Leaves that to its new user. When it throws nothing has changed. Gives what is not needed any
+  /// more, to die without the mutex.
+  [[nodiscard]] std::vector<FreedPieces::node_type> forget_last_uses_in(const Range& range);
+  using Pieces = std::pair<FreedPieces::iterator, FreedPieces::iterator>;
   [[nodiscard]] Pieces pieces_in(const Range& range);
   [[nodiscard]] std::vector<Departing> remove_empty_segments() noexcept;
   void give_back(std::vector<Departing> departing) noexcept;
-  [[nodiscard]] std::vector<FencePtr> take_finished();
+  [[nodiscard]] std::vector<FreedPieces::node_type> take_finished();
 
   const std::unique_ptr<SegmentSource> source_;
   const std::uint64_t generation_;
@@ -121,9 +122,8 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   RangeAllocator ranges_;
   Bytes peak_live_;
   std::vector<Segment> segments_;  // by number
-  std::unordered_map<const void*, Live> live_;
-  std::map<Place, Freed> freed_;  // disjoint, and disjoint from what is live
-  std::size_t look_at_ = 64;      // so many pieces: time to look which have finished
+  FreedPieces freed_;              // disjoint, and disjoint from what is live
+  std::size_t look_at_ = 64;       // so many pieces: time to look which have finished
 };
 
 }  // namespace residency

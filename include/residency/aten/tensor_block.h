@@ -70,6 +70,10 @@ class RESIDENCY_API TensorBlock final : public Block,
   [[nodiscard]] void* storage_data(std::uint32_t storage) const;
   /// Where the pack begins; null when it has no bytes, and for adopted tensors.
   [[nodiscard]] void* pack_data() const noexcept { return pack_data_; }
+  /// What the deleter of the pack's memory is given; null when it is another one.
+  [[nodiscard]] void* pack_context(at::DeleterFnPtr deleter) const noexcept {
+    return deleter == pack_deleter_ ? pack_context_ : nullptr;
+  }
   /// Whether the storages free their memory when they die. Tensors over memory of somebody else
   /// (`from_blob` without a deleter) do not.
   [[nodiscard]] bool owns_memory() const noexcept;
@@ -131,6 +135,8 @@ class RESIDENCY_API TensorBlock final : public Block,
   Location location_;
   bool packed_;
   void* pack_data_ = nullptr;
+  void* pack_context_ = nullptr;
+  at::DeleterFnPtr pack_deleter_ = nullptr;
   at::DataPtr memory_;      // of a pack
   Pack* shared_ = nullptr;  // what its tensors keep; made with them
   std::mutex making_mutex_;
