@@ -310,107 +310,118 @@ void FileTier::check(const FileBlock& block) {
   check_header(file.get(), block);
 }
 
-void FileTier::fill(FileBlock& block, const std::function<void(int, ContentStamp&)>& write_data) {
-  try {
-    const std::string temporary = block.temporary_path();
-    make_file_again(block);
-    if (block.state_ == FileBlock::State::kComplete) {
-      // Under the temporary name a half-written file is nobody's value.
-      throw_if_failed(retry_interrupted([&] { return calls_->rename(block.path(), temporary); }),
-                      temporary, "rename");
-      block.state_ = FileBlock::State::kTemporary;
-    }
-    OpenFile file(*calls_, temporary, O_RDWR);
-    ContentStamp stamp;
-    write_data(file.get(), stamp);
-    block.stamp_ = stamp.value();
-    // The header comes last: until it is there, no reader takes the file for complete.
-    const std::string header = file_header(*block.layout_, identity(block));
-    for (std::size_t done = 0; done < header.size();) {
-      const iovec piece{const_cast<char*>(header.data()) + done, header.size() - done};
-      const ssize_t result = retry_interrupted(
-          [&] { return calls_->pwritev(file.get(), &piece, 1, static_cast<off_t>(done)); });
-      throw_if_failed(result == 0 ? -EIO : result, temporary, "write");
-      done += static_cast<std::size_t>(result);
-    }
-    if (fsync_) {
-      throw_if_failed(retry_interrupted([&] { return calls_->fsync(file.get()); }), temporary,
-                      "fsync");
-    }
-    file.close();
-    const std::string path = block.path();
-    throw_if_failed(retry_interrupted([&] { return calls_->rename(temporary, path); }), path,
-                    "rename");
-    block.state_ = FileBlock::State::kComplete;
-  } catch (...) {
-    forget(block);
-    throw;
-  }
-}
-
-void FileTier::write(FileBlock& block, std::vector<iovec> storages,
-                     const std::atomic<bool>& abandon, FileIo& io) {
-  const std::string path = block.temporary_path();
-  fill(block, [&](int file, ContentStamp& stamp) {
-    const FileTransfer transfer{FileTransfer::Direction::kWrite,
-                                file,
-                                static_cast<off_t>(block.layout_->file_header_bytes().count()),
-                                &path,
-                                std::move(storages),
-                                &stamp,
-                                &abandon};
-    io.run(transfer, *calls_, allow_ring_);
-  });
-}
-
 namespace {
 
-void compare_stamps(const std::string& path, const ContentStamp& found, std::uint64_t expected) {
-  if (found.value() != expected) {
-    throw MaterializationError(fmt::format(
-        "{}: the file is corrupt: its bytes have the stamp xxh64:{}, those written had xxh64:{}",
-        path, fixed_width_hex(found.value()), fixed_width_hex(expected)));
+off_t move_bytes(const FileTransfer& transfer, FileIo& io, SystemCalls& calls, bool allow_ring) {
+  io.run(transfer, calls, allow_ring);
+  off_t nbytes = 0;
+  for (const iovec& piece : transfer.pieces) {
+    nbytes += static_cast<off_t>(piece.iov_len);
   }
+  return nbytes;
 }
 
 }  // namespace
 
-void FileTier::read(const FileBlock& block, std::vector<iovec> storages,
-                    const std::atomic<bool>& abandon, FileIo& io) {
-  OpenFile file(*calls_, block.path(), O_RDONLY);
-  check_header(file.get(), block);
-  ContentStamp stamp;
-  io.run({FileTransfer::Direction::kRead, file.get(),
-          static_cast<off_t>(block.layout_->file_header_bytes().count()), &file.path(),
-          std::move(storages), &stamp, &abandon},
-         *calls_, allow_ring_);
-  compare_stamps(file.path(), stamp, block.stamp_);
+FileTier::Writer::Writer(std::shared_ptr<FileBlock> block)
+    : block_(std::move(block)),
+      tier_(*block_->tier_),
+      at_(static_cast<off_t>(block_->layout_->file_header_bytes().count())) {
+  try {
+    const std::string temporary = block_->temporary_path();
+    tier_.make_file_again(*block_);
+    if (block_->state_ == FileBlock::State::kComplete) {
+      // Under the temporary name a half-written file is nobody's value.
+      throw_if_failed(
+          retry_interrupted([&] { return tier_.calls_->rename(block_->path(), temporary); }),
+          temporary, "rename");
+      block_->state_ = FileBlock::State::kTemporary;
+    }
+    file_ = std::make_unique<OpenFile>(*tier_.calls_, temporary, O_RDWR);
+  } catch (...) {
+    tier_.forget(*block_);
+    throw;
+  }
 }
 
-void FileTier::copy(const FileBlock& from, FileBlock& to, const std::atomic<bool>& abandon,
-                    FileIo& io) {
+FileTier::Writer::~Writer() {
+  if (!finished_) {
+    tier_.forget(*block_);
+  }
+}
+
+void FileTier::Writer::write(const std::vector<iovec>& pieces, const std::atomic<bool>& abandon,
+                             FileIo& io) {
+  at_ += move_bytes({FileTransfer::Direction::kWrite, file_->get(), at_, &file_->path(), pieces,
+                     &stamp_, &abandon},
+                    io, *tier_.calls_, tier_.allow_ring_);
+}
+
+void FileTier::Writer::finish() {
+  SystemCalls& calls = *tier_.calls_;
+  const std::string& temporary = file_->path();
+  block_->stamp_ = stamp_.value();
+  // The header comes last: until it is there, no reader takes the file for complete.
+  const std::string header = file_header(*block_->layout_, tier_.identity(*block_));
+  for (std::size_t done = 0; done < header.size();) {
+    const iovec piece{const_cast<char*>(header.data()) + done, header.size() - done};
+    const ssize_t result = retry_interrupted(
+        [&] { return calls.pwritev(file_->get(), &piece, 1, static_cast<off_t>(done)); });
+    throw_if_failed(result == 0 ? -EIO : result, temporary, "write");
+    done += static_cast<std::size_t>(result);
+  }
+  if (tier_.fsync_) {
+    throw_if_failed(retry_interrupted([&] { return calls.fsync(file_->get()); }), temporary,
+                    "fsync");
+  }
+  file_->close();
+  const std::string path = block_->path();
+  throw_if_failed(retry_interrupted([&] { return calls.rename(temporary, path); }), path, "rename");
+  block_->state_ = FileBlock::State::kComplete;
+  finished_ = true;
+}
+
+FileTier::Reader::Reader(std::shared_ptr<const FileBlock> block)
+    : block_(std::move(block)),
+      tier_(*block_->tier_),
+      file_(std::make_unique<OpenFile>(*tier_.calls_, block_->path(), O_RDONLY)),
+      at_(static_cast<off_t>(block_->layout_->file_header_bytes().count())) {
+  tier_.check_header(file_->get(), *block_);
+}
+
+FileTier::Reader::~Reader() = default;
+
+void FileTier::Reader::read(const std::vector<iovec>& pieces, const std::atomic<bool>& abandon,
+                            FileIo& io) {
+  at_ += move_bytes({FileTransfer::Direction::kRead, file_->get(), at_, &file_->path(), pieces,
+                     &stamp_, &abandon},
+                    io, *tier_.calls_, tier_.allow_ring_);
+}
+
+void FileTier::Reader::finish() {
+  if (stamp_.value() != block_->stamp_) {
+    throw MaterializationError(fmt::format(
+        "{}: the file is corrupt: its bytes have the stamp xxh64:{}, those written had xxh64:{}",
+        file_->path(), fixed_width_hex(stamp_.value()), fixed_width_hex(block_->stamp_)));
+  }
+}
+
+void FileTier::copy(std::shared_ptr<const FileBlock> from, std::shared_ptr<FileBlock> to,
+                    const std::atomic<bool>& abandon, FileIo& io) {
   constexpr std::int64_t kBufferBytes = std::int64_t{4} << 20;
-  FileTier& source = *from.tier_;
-  const std::string to_path = to.temporary_path();
-  fill(to, [&](int to_file, ContentStamp& written) {
-    OpenFile file(*source.calls_, from.path(), O_RDONLY);
-    source.check_header(file.get(), from);
-    const std::int64_t data_begin = from.layout_->file_header_bytes().count();
-    const std::int64_t data_bytes = from.layout_->storage_bytes().count();
-    std::vector<std::byte> buffer(static_cast<std::size_t>(std::min(data_bytes, kBufferBytes)));
-    for (std::int64_t done = 0; done < data_bytes;) {
-      const std::int64_t part = std::min(data_bytes - done, kBufferBytes);
-      const std::vector<iovec> pieces{{buffer.data(), static_cast<std::size_t>(part)}};
-      const auto at = static_cast<off_t>(data_begin + done);
-      io.run(
-          {FileTransfer::Direction::kRead, file.get(), at, &file.path(), pieces, nullptr, &abandon},
-          *source.calls_, source.allow_ring_);
-      io.run({FileTransfer::Direction::kWrite, to_file, at, &to_path, pieces, &written, &abandon},
-             *calls_, allow_ring_);
-      done += part;
-    }
-    compare_stamps(file.path(), written, from.stamp_);
-  });
+  const std::int64_t data_bytes = from->layout_->storage_bytes().count();
+  Writer writer(std::move(to));
+  Reader reader(std::move(from));
+  std::vector<std::byte> buffer(static_cast<std::size_t>(std::min(data_bytes, kBufferBytes)));
+  for (std::int64_t done = 0; done < data_bytes;) {
+    const std::int64_t part = std::min(data_bytes - done, kBufferBytes);
+    const std::vector<iovec> pieces{{buffer.data(), static_cast<std::size_t>(part)}};
+    reader.read(pieces, abandon, io);
+    writer.write(pieces, abandon, io);
+    done += part;
+  }
+  reader.finish();
+  writer.finish();
 }
 
 }  // namespace residency

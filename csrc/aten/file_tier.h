@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -82,15 +81,11 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   /// Throws `MaterializationError` unless the file has the size and the header that it must have.
   void check(const FileBlock& block);
 
-  /// Writes storages, given in the layout's order, and gives the file its name. Whatever fails, no
-  /// file is left behind. Throws `StorageError`.
-  void write(FileBlock& block, std::vector<iovec> storages, const std::atomic<bool>& abandon,
-             FileIo& io);
-  /// Reads storages and compares their stamp. Throws `StorageError`, `MaterializationError`.
-  void read(const FileBlock& block, std::vector<iovec> storages, const std::atomic<bool>& abandon,
-            FileIo& io);
+  class Writer;
+  class Reader;
   /// Reads another file (perhaps of another tier) into one of this tier.
-  void copy(const FileBlock& from, FileBlock& to, const std::atomic<bool>& abandon, FileIo& io);
+  static void copy(std::shared_ptr<const FileBlock> from, std::shared_ptr<FileBlock> to,
+                   const std::atomic<bool>& abandon, FileIo& io);
 
   /// Removes the subdirectory with all its files, now. Blocks that are left have lost theirs.
   void remove() noexcept;
@@ -102,7 +97,6 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   void make_subdirectory(const std::string& directory, ManagerId manager);
   void remove_files(const std::string& subdirectory) noexcept;
   void forget(FileBlock& block) noexcept;
-  void fill(FileBlock& block, const std::function<void(int, ContentStamp&)>& write_data);
   void check_header(int file, const FileBlock& block);
   [[nodiscard]] FileIdentity identity(const FileBlock& block) const noexcept {
     return {block.stamp_, writer_, block.serial_};
@@ -118,6 +112,45 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   int lock_file_ = -1;
   std::atomic<std::uint64_t> next_serial_{1};
   std::atomic<bool> removed_{false};
+};
+
+/// Writes the storages of a value, in the layout's order and piece by piece, and gives the file its
+/// name at the end. Unless it comes to that, no file is left behind. Throws `StorageError`.
+class FileTier::Writer {
+ public:
+  explicit Writer(std::shared_ptr<FileBlock> block);
+  ~Writer();
+  Writer(const Writer&) = delete;
+  Writer& operator=(const Writer&) = delete;
+  void write(const std::vector<iovec>& pieces, const std::atomic<bool>& abandon, FileIo& io);
+  void finish();
+
+ private:
+  const std::shared_ptr<FileBlock> block_;
+  FileTier& tier_;
+  std::unique_ptr<OpenFile> file_;
+  off_t at_ = 0;
+  ContentStamp stamp_;
+  bool finished_ = false;
+};
+
+/// Reads them, in the same order, and compares their stamp at the end. Throws `StorageError`,
+/// `MaterializationError`.
+class FileTier::Reader {
+ public:
+  explicit Reader(std::shared_ptr<const FileBlock> block);
+  ~Reader();
+  Reader(const Reader&) = delete;
+  Reader& operator=(const Reader&) = delete;
+  void read(const std::vector<iovec>& pieces, const std::atomic<bool>& abandon, FileIo& io);
+  void finish();
+
+ private:
+  const std::shared_ptr<const FileBlock> block_;
+  FileTier& tier_;
+  std::unique_ptr<OpenFile> file_;
+  off_t at_ = 0;
+  ContentStamp stamp_;
 };
 
 }  // namespace residency

@@ -17,6 +17,7 @@
 
 #include "csrc/aten/file_tier.h"
 #include "csrc/aten/profiler_range.h"
+#include "csrc/aten/storage_cursor.h"
 #include "csrc/aten/transfer_worker.h"
 #include "residency/aten/tensor_block.h"
 #include "residency/core/errors.h"
@@ -88,10 +89,117 @@ bool goes_on_stream(Location from, Location to) noexcept {
   return is_device_tier(from) && is_device_tier(to) && (from.is_cuda() || to.is_cuda());
 }
 
+// To the last before it throws: memory that others still use must not be let go of.
 void wait_for_all(const std::vector<FencePtr>& fences) {
+  for (const FencePtr& fence : fences) {
+    if (fence != nullptr) {
+      fence->wait();
+    }
+  }
   for (const FencePtr& fence : fences) {
     wait_for(fence);
   }
+}
+
+/// What a worker may do for a transfer.
+struct Terms {
+  FileIo& io;
+  bool may_wait;  ///< on the host, for what comes before it
+  const std::atomic<bool>& needed_now;
+  const std::atomic<bool>& abandon;
+
+  /// Whether all that comes before it is over. Throws why that failed.
+  [[nodiscard]] bool is_turn(const std::vector<FencePtr>& after) const {
+    if (!may_wait && std::any_of(after.begin(), after.end(), is_pending)) {
+      return false;
+    }
+    wait_for_all(after);
+    return true;
+  }
+};
+
+/// A copy through page-locked buffers, and how far it is.
+class StagedCopy {
+ public:
+  StagedCopy(std::shared_ptr<DeviceLayer> devices, std::optional<Stream> stream)
+      : devices_(std::move(devices)), stream_(stream) {}
+
+  // Each goes as far as it can, and says whether that was to the end.
+  [[nodiscard]] bool to_device(const TensorBlock& device, const TensorBlock& host,
+                               const Terms& terms) {
+    StorageCursor& cursor = begun(cursor_, [&] { return StorageCursor(host.storages()); });
+    return go_on(device, true, {[&](const auto& buffers) { cursor.read(buffers); }}, terms);
+  }
+  [[nodiscard]] bool from_device(const TensorBlock& device, const TensorBlock& host,
+                                 const Terms& terms) {
+    StorageCursor& cursor = begun(cursor_, [&] { return StorageCursor(host.storages()); });
+    return go_on(device, false, {[&](const auto& buffers) { cursor.write(buffers); }}, terms);
+  }
+  [[nodiscard]] bool to_device(const TensorBlock& device, std::shared_ptr<const FileBlock> file,
+                               const Terms& terms) {
+    if (reader_ == nullptr) {
+      reader_ = std::make_shared<FileTier::Reader>(std::move(file));
+    }
+    const auto read = [&](const std::vector<iovec>& buffers) {
+      reader_->read(buffers, terms.abandon, terms.io);
+    };
+    const bool at_end = go_on(device, true, {read, /*is_slow=*/true}, terms);
+    if (at_end) {
+      reader_->finish();
+    }
+    return at_end;
+  }
+  [[nodiscard]] bool from_device(const TensorBlock& device, std::shared_ptr<FileBlock> file,
+                                 const Terms& terms) {
+    if (writer_ == nullptr) {
+      writer_ = std::make_shared<FileTier::Writer>(std::move(file));
+    }
+    const auto write = [&](const std::vector<iovec>& buffers) {
+      writer_->write(buffers, terms.abandon, terms.io);
+    };
+    const bool at_end = go_on(device, false, {write, /*is_slow=*/true}, terms);
+    if (at_end) {
+      writer_->finish();
+    }
+    return at_end;
+  }
+
+ private:
+  template <class Make>
+  static StorageCursor& begun(std::optional<StorageCursor>& cursor, const Make& make) {
+    return cursor.has_value() ? *cursor : cursor.emplace(make());
+  }
+  [[nodiscard]] bool go_on(const TensorBlock& device, bool to_device,
+                           const DeviceLayer::HostEnd& host, const Terms& terms) {
+    for (Bytes before = done_;; before = done_) {
+      if (devices_->copy_staged(device, to_device, host, stream_, done_,
+                                {.needed_now = terms.needed_now, .abandon = terms.abandon})) {
+        return true;
+      }
+      if (done_ == before) {
+        return false;
+      }
+    }
+  }
+
+  std::shared_ptr<DeviceLayer> devices_;
+  std::optional<Stream> stream_;
+  Bytes done_;
+  std::optional<StorageCursor> cursor_;  // one of these three, once it has begun
+  std::shared_ptr<FileTier::Reader> reader_;
+  std::shared_ptr<FileTier::Writer> writer_;
+};
+
+void write_file(std::shared_ptr<FileBlock> file, const TensorBlock& from, const Terms& terms) {
+  FileTier::Writer writer(std::move(file));
+  writer.write(from.storages(), terms.abandon, terms.io);
+  writer.finish();
+}
+
+void read_file(std::shared_ptr<const FileBlock> file, const TensorBlock& to, const Terms& terms) {
+  FileTier::Reader reader(std::move(file));
+  reader.read(to.storages(), terms.abandon, terms.io);
+  reader.finish();
 }
 
 bool engine_is_blocking(FileEngine engine) {
@@ -161,9 +269,14 @@ struct TorchBackend::State {
     return nullptr;
   }
 
-  /// A step of a transfer, on a worker's thread.
-  using Work = std::function<void(FileIo&, const std::atomic<bool>&)>;
-  FencePtr start(TransferWorker::Kind kind, Work work);
+  /// A transfer on a worker's thread. False: it cannot go on yet, and is to be called again.
+  using Transfer = std::function<bool(const Terms&)>;
+  struct Job;
+  void submit(TransferWorker::Kind kind, TransferWorker::Work work);
+  [[nodiscard]] std::shared_ptr<TransferWorker> worker_of(TransferWorker::Kind kind);
+  FencePtr start(TransferWorker::Kind kind, Transfer transfer);
+  /// The same ahead of need, until somebody waits for it: then the worker of that kind takes it.
+  FencePtr start_ahead(TransferWorker::Kind when_needed, Transfer transfer);
 
   [[nodiscard]] DeviceLayer& devices() const noexcept { return *options.devices; }
   /// The block to overwrite, if it can be.
@@ -179,44 +292,106 @@ struct TorchBackend::State {
   [[nodiscard]] std::shared_ptr<TensorBlock> clone(const TensorBlock& block);
 };
 
-FencePtr TorchBackend::State::start(TransferWorker::Kind kind, Work transfer) {
-  const auto fence = std::make_shared<WorkerFence>();
+/// A transfer on its way. One worker at a time is at it, with the mutex held.
+struct TorchBackend::State::Job {
+  Job(Transfer made, std::shared_ptr<TransferGroup> of, std::shared_ptr<Retirement> retiring)
+      : transfer(std::move(made)), group(std::move(of)), retirement(std::move(retiring)) {}
+
+  Transfer transfer;  // empty when it has ended
+  const std::shared_ptr<TransferGroup> group;
+  const std::shared_ptr<Retirement> retirement;
+  const std::shared_ptr<WorkerFence> fence = std::make_shared<WorkerFence>();
+  std::atomic<bool> needed_now{false};
+  std::mutex mutex;
+  std::chrono::nanoseconds elapsed{};
+
+  static TransferWorker::Work to_the_end(std::shared_ptr<Job> job) {
+    return [job = std::move(job)](FileIo& io) {
+      const std::lock_guard lock(job->mutex);
+      return job->go_on(io, /*may_wait=*/true);
+    };
+  }
+
+  /// Whether it has ended.
+  bool go_on(FileIo& io, bool may_wait) {
+    if (transfer == nullptr) {
+      return true;
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    std::exception_ptr error;
+    try {
+      if (!transfer({io, may_wait, needed_now, group->abandoned()})) {
+        elapsed += std::chrono::steady_clock::now() - begin;
+        return false;
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    elapsed += std::chrono::steady_clock::now() - begin;
+    {
+      // The blocks that the transfer used are let go before anybody is told that it has ended.
+      const WorkerFence::Ended ended(*fence);
+      transfer = nullptr;
+    }
+    if (error != nullptr) {
+      fence->fail(error);
+    } else {
+      fence->complete(elapsed.count());
+    }
+    retirement->free_completed();
+    group->end();
+    return true;
+  }
+};
+
+std::shared_ptr<TransferWorker> TorchBackend::State::worker_of(TransferWorker::Kind kind) {
   const std::lock_guard lock(worker_mutex);
   std::shared_ptr<TransferWorker>& worker = workers[static_cast<std::size_t>(kind)];
   if (worker == nullptr) {
     worker = TransferWorker::shared(kind);
   }
+  return worker;
+}
+
+void TorchBackend::State::submit(TransferWorker::Kind kind, TransferWorker::Work work) {
+  const auto worker = worker_of(kind);
   transfers->begin();
   try {
-    worker->submit([transfer = std::move(transfer), fence, transfers = transfers,
-                    retirement = retirement](FileIo& io) mutable {
-      const auto begin = std::chrono::steady_clock::now();
-      std::exception_ptr error;
-      try {
-        transfer(io, transfers->abandoned());
-      } catch (...) {
-        error = std::current_exception();
-      }
-      {
-        // The blocks that the transfer used are let go before anybody is told that it has ended.
-        const WorkerFence::Ended ended(*fence);
-        transfer = nullptr;
-      }
-      if (error != nullptr) {
-        fence->fail(error);
-      } else {
-        fence->complete(std::chrono::duration_cast<std::chrono::nanoseconds>(
-                            std::chrono::steady_clock::now() - begin)
-                            .count());
-      }
-      retirement->free_completed();
-      transfers->end();
-    });
+    worker->submit(std::move(work));
   } catch (...) {
     transfers->end();
     throw;
   }
-  return fence;
+}
+
+FencePtr TorchBackend::State::start(TransferWorker::Kind kind, Transfer transfer) {
+  const auto job = std::make_shared<Job>(std::move(transfer), transfers, retirement);
+  job->needed_now = true;
+  submit(kind, Job::to_the_end(job));
+  return job->fence;
+}
+
+FencePtr TorchBackend::State::start_ahead(TransferWorker::Kind when_needed, Transfer transfer) {
+  const auto job = std::make_shared<Job>(std::move(transfer), transfers, retirement);
+  job->fence->on_wait([job = std::weak_ptr(job), worker = std::weak_ptr(worker_of(when_needed))] {
+    const auto needed = job.lock();
+    const auto taker = worker.lock();
+    if (needed == nullptr || taker == nullptr) {
+      return;  // it has ended, or everything has
+    }
+    needed->needed_now = true;
+    try {
+      taker->submit(Job::to_the_end(needed));
+    } catch (...) {
+      // It keeps its place.
+    }
+  });
+  submit(TransferWorker::Kind::kAhead, [job](FileIo& io) {
+    const std::unique_lock lock(job->mutex, std::try_to_lock);
+    // Or the other worker is at it, to the end.
+    return !lock.owns_lock() || job->go_on(io, /*may_wait=*/false);
+  });
+  return job->fence;
 }
 
 std::shared_ptr<TensorBlock> TorchBackend::State::overwritten(const CopyRequest& request,
@@ -253,10 +428,9 @@ CopyResult TorchBackend::State::copy_on_stream(const CopyRequest& request,
 
 void TorchBackend::State::pace(const FencePtr& copy) noexcept {
   try {
-    (void)start(TransferWorker::Kind::kAhead,
-                [copy, devices = options.devices](FileIo&, const std::atomic<bool>& abandon) {
-                  devices->pace(*copy, abandon);
-                });
+    (void)start(TransferWorker::Kind::kPace, [copy, devices = options.devices](const Terms& terms) {
+      return devices->pace(*copy, /*at_once=*/terms.abandon);
+    });
   } catch (...) {
     // No thread for it: whoever waits for the copy has it enqueued.
   }
@@ -461,9 +635,12 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
   std::vector<FencePtr> after = request.overwrite_after;
   after.push_back(request.source_ready);
   const bool touches_file = to_disk != nullptr || from_file != nullptr;
-  const auto kind = request.ahead_of_need ? TransferWorker::Kind::kAhead
-                    : touches_file        ? TransferWorker::Kind::kDisk
-                                          : TransferWorker::Kind::kStaging;
+  const auto kind = touches_file ? TransferWorker::Kind::kDisk : TransferWorker::Kind::kStaging;
+  const auto start = [&](State::Transfer transfer) {
+    return request.ahead_of_need && !request.stream.has_value()
+               ? state_->start_ahead(kind, std::move(transfer))
+               : state_->start(kind, std::move(transfer));
+  };
 
   if (to_disk != nullptr) {
     const auto file = request.overwrite != nullptr ? as<FileBlock>(request.overwrite)
@@ -472,48 +649,48 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
       throw_foreign_block();
     }
     file->tier()->make_file_again(*file);
-    result.ready = state_->start(
-        kind, [from_memory, from_file, file, after = std::move(after), stream = request.stream,
-               ahead_of_need = request.ahead_of_need, devices = state_->options.devices,
-               from = request.from, to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
-          wait_for_all(after);
-          const ProfilerRange range(from, to);
-          if (from_file != nullptr) {
-            file->tier()->copy(*from_file, *file, abandon, io);
-          } else if (from_memory->location().is_cuda()) {
-            const auto on_host = TensorBlock::allocate(from_memory->tensor_layout());
-            devices->copy_staged(*from_memory, *on_host, stream, ahead_of_need, abandon);
-            file->tier()->write(*file, on_host->storages(), abandon, io);
-          } else {
-            file->tier()->write(*file, from_memory->storages(), abandon, io);
-          }
-        });
+    result.ready = start([from_memory, from_file, file, after = std::move(after),
+                          staged = StagedCopy(state_->options.devices, request.stream),
+                          from = request.from, to = request.to](const Terms& terms) mutable {
+      if (!terms.is_turn(after)) {
+        return false;
+      }
+      const ProfilerRange range(from, to);
+      if (from_file != nullptr) {
+        FileTier::copy(from_file, file, terms.abandon, terms.io);
+      } else if (from_memory->location().is_cuda()) {
+        return staged.from_device(*from_memory, file, terms);
+      } else {
+        write_file(file, *from_memory, terms);
+      }
+      return true;
+    });
     result.block = file;
     return result;
   }
 
   DeviceLayer::Room room = state_->room_for(request, layout);
   after.insert(after.end(), room.after.begin(), room.after.end());
-  result.ready =
-      state_->start(kind, [from_memory, from_file, target = room.block, after = std::move(after),
-                           stream = request.stream, ahead_of_need = request.ahead_of_need,
-                           devices = state_->options.devices, from = request.from,
-                           to = request.to](FileIo& io, const std::atomic<bool>& abandon) {
-        wait_for_all(after);
-        const ProfilerRange range(from, to);
-        const bool to_device = target->location().is_cuda();
-        if (from_file != nullptr && to_device) {
-          const auto on_host = TensorBlock::allocate(target->tensor_layout());
-          from_file->tier()->read(*from_file, on_host->storages(), abandon, io);
-          devices->copy_staged(*on_host, *target, stream, ahead_of_need, abandon);
-        } else if (from_file != nullptr) {
-          from_file->tier()->read(*from_file, target->storages(), abandon, io);
-        } else if (to_device || from_memory->location().is_cuda()) {
-          devices->copy_staged(*from_memory, *target, stream, ahead_of_need, abandon);
-        } else {
-          from_memory->copy_on_host(*target);
-        }
-      });
+  result.ready = start([from_memory, from_file, target = room.block, after = std::move(after),
+                        staged = StagedCopy(state_->options.devices, request.stream),
+                        from = request.from, to = request.to](const Terms& terms) mutable {
+    if (!terms.is_turn(after)) {
+      return false;
+    }
+    const ProfilerRange range(from, to);
+    if (target->location().is_cuda()) {
+      return from_file != nullptr ? staged.to_device(*target, from_file, terms)
+                                  : staged.to_device(*target, *from_memory, terms);
+    }
+    if (from_file != nullptr) {
+      read_file(from_file, *target, terms);
+    } else if (from_memory->location().is_cuda()) {
+      return staged.from_device(*from_memory, *target, terms);
+    } else {
+      from_memory->copy_on_host(*target);
+    }
+    return true;
+  });
   if (request.overwrite != nullptr) {
     // Autograd must not take the new bytes for those that it saved.
     room.block->count_overwrite();

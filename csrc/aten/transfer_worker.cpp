@@ -1,7 +1,8 @@
 #include "csrc/aten/transfer_worker.h"
 
 #include <array>
-#include <deque>
+#include <chrono>
+#include <list>
 #include <new>
 #include <thread>
 #include <utility>
@@ -35,26 +36,38 @@ void TransferGroup::wait_until_idle() {
 struct TransferWorker::State {
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<Work> queue;
+  std::list<Work> queue;
   bool stopping = false;
   std::thread thread;
 
   void run(Kind kind) {
-    constexpr std::array kNames = {"residency-disk", "residency-stage", "residency-ahead"};
+    constexpr std::array kNames = {"residency-disk", "residency-stage", "residency-ahead",
+                                   "residency-pace"};
     pthread_setname_np(pthread_self(), kNames.at(static_cast<std::size_t>(kind)));
+    constexpr auto kPatience = std::chrono::microseconds(50);
     FileIo io;
+    std::list<Work> work;         // a node of the queue, as putting it back must not fail
+    std::size_t num_stalled = 0;  // that were put back one after the other
     for (;;) {
-      Work work;
       {
         std::unique_lock lock(mutex);
+        queue.splice(queue.end(), work);
+        if (num_stalled != 0 && num_stalled >= queue.size()) {
+          changed.wait_for(lock, kPatience);
+          num_stalled = 0;
+        }
         changed.wait(lock, [this] { return stopping || !queue.empty(); });
         if (queue.empty()) {
           return;
         }
-        work = std::move(queue.front());
-        queue.pop_front();
+        work.splice(work.end(), queue, queue.begin());
       }
-      work(io);
+      if (work.front()(io)) {
+        work.clear();
+        num_stalled = 0;
+      } else {
+        ++num_stalled;
+      }
     }
   }
 };
@@ -189,9 +202,13 @@ FenceStatus WorkerFence::poll() const noexcept {
 }
 
 void WorkerFence::wait() {
-  if (!has_ended_here() && !is_orphan()) {
-    Fence::wait();
+  if (has_ended_here() || is_orphan()) {
+    return;
   }
+  if (hurry_ != nullptr && Fence::poll() == FenceStatus::kPending && !hurried_.exchange(true)) {
+    hurry_();
+  }
+  Fence::wait();
 }
 
 std::exception_ptr WorkerFence::error() const {

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "csrc/aten/file_io.h"
 #include "residency/core/fence.h"
@@ -30,15 +31,17 @@ class TransferGroup {
 };
 
 /// A thread of the process: one for files, one for copies staged through page-locked memory, one
-/// for whatever is ahead of need. It carries out work in the order in which it was submitted,
-/// whoever submitted it. Started by the first `submit` while somebody holds it; the thread ends
-/// with the last holder. Thread-safe.
+/// for both of them ahead of need, and one that enqueues the other copies ahead of need. It carries
+/// out work in the order in which it was submitted, whoever submitted it; what cannot go on lets
+/// the others pass. Started by the first `submit` while somebody holds it; the thread ends with the
+/// last holder. Thread-safe.
 class TransferWorker {
  public:
-  using Work = std::function<void(FileIo&)>;
+  /// False: to be called again, after the others.
+  using Work = std::function<bool(FileIo&)>;
 
-  enum class Kind : std::uint8_t { kDisk, kStaging, kAhead };
-  static constexpr std::size_t kNumKinds = 3;
+  enum class Kind : std::uint8_t { kDisk, kStaging, kAhead, kPace };
+  static constexpr std::size_t kNumKinds = 4;
   [[nodiscard]] static std::shared_ptr<TransferWorker> shared(Kind kind);
 
   explicit TransferWorker(Kind kind);
@@ -64,6 +67,8 @@ class TransferWorker {
 class WorkerFence final : public Fence {
  public:
   WorkerFence();
+  /// What to do when somebody comes to wait, once. Set before anybody else has the fence.
+  void on_wait(std::function<void()> hurry) { hurry_ = std::move(hurry); }
   [[nodiscard]] FenceStatus poll() const noexcept override;
   void wait() override;
   [[nodiscard]] std::exception_ptr error() const override;
@@ -84,6 +89,8 @@ class WorkerFence final : public Fence {
   [[nodiscard]] bool is_orphan() const noexcept;
   [[nodiscard]] bool has_ended_here() const noexcept;
   std::uint64_t generation_;
+  std::function<void()> hurry_;
+  std::atomic<bool> hurried_{false};
 };
 
 }  // namespace residency

@@ -306,6 +306,7 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
   if (verdict.staging != Bytes()) {
     // It stays, whatever comes of this action: others are admitted with it from now on.
     ledger_.account(Location::pinned_host()).reserve_staging(verdict.staging);
+    ledger_.account(staging_device(verdict)).has_staging = true;
     ledger_.list(Location::pinned_host());
   }
   const std::uint32_t content_epoch = record.content_epoch;

@@ -18,11 +18,12 @@ struct Account {
   std::optional<Bytes> limit{};  ///< of the system; only in a simulation
   Bytes used{};                  ///< materializations, temporary loads, escaped memory
   Bytes reserved{};              ///< open reservations, and `staging`
-  Bytes staging{};   ///< buffers that staged copies go through, once the first was admitted
+  Bytes staging{};   ///< buffers that staged copies go through
   Bytes retiring{};  ///< given up, but something still reads it
   Bytes escaped{};   ///< part of used: given up, but others keep the memory alive
   Bytes peak_used{};
   Bytes peak_charged{};  ///< of used + reserved
+  bool has_staging = false;  ///< of a device: its buffers are among those at pinned-host
   bool listed = false;
 
   void note_peaks() {

@@ -309,7 +309,7 @@ class Plan {
         admit(world_.account(each.to), each.charge);
       }
       if (each.kind == TransitionKind::kCopy || each.kind == TransitionKind::kRefresh) {
-        admit_staging(world_.backend().staging_bytes(each.from, each.to));
+        admit_staging(each);
       }
     }
   }
@@ -324,14 +324,12 @@ class Plan {
       refuse(Reason::kOverBudget);
     }
   }
-  void admit_staging(Bytes nbytes) {
-    if (nbytes == Bytes()) {
-      return;
-    }
-    const Account& account = world_.account(Location::pinned_host());
-    if (verdict_.feasible() && account.staging < nbytes) {
-      verdict_.staging = nbytes - account.staging;
-      admit(account, verdict_.staging);
+  void admit_staging(const Transition& copy) {
+    const Bytes nbytes = world_.backend().staging_bytes(copy.from, copy.to);
+    if (nbytes != Bytes() && verdict_.feasible() &&
+        !world_.account(staging_device(copy)).has_staging) {
+      verdict_.staging = nbytes;
+      admit(world_.account(Location::pinned_host()), nbytes);
     }
   }
 
@@ -367,6 +365,13 @@ const Residence* cheapest_source(const World& world, const ValueView& value,
 
 const Residence* cheapest_in_memory(const World& world, const ValueView& value) {
   return cheapest(world, value, [](const Residence& each) { return !each.location.is_disk(); });
+}
+
+Location staging_device(const Verdict& verdict) {
+  const auto* copy = std::ranges::find_if(verdict.transitions, [](const Transition& each) {
+    return each.kind == TransitionKind::kCopy || each.kind == TransitionKind::kRefresh;
+  });
+  return staging_device(*copy);
 }
 
 Verdict plan_action(World& world, const ResidencyAction& action) {

@@ -14,6 +14,13 @@ namespace residency {
 /// which the caller plans again.
 [[nodiscard]] Verdict plan_action(World& world, const ResidencyAction& action);
 
+/// The end of a staged copy that is a device.
+[[nodiscard]] inline Location staging_device(const Transition& copy) {
+  return copy.to.is_cuda() ? copy.to : copy.from;
+}
+/// That of the copy of a verdict with `staging`.
+[[nodiscard]] Location staging_device(const Verdict& verdict);
+
 /// Whether `nbytes` can be reserved: kReleased (it fits), kOverBudget, kLocationUnavailable.
 /// `waits` as above.
 [[nodiscard]] Verdict plan_reservation(World& world, Location location, Bytes nbytes);

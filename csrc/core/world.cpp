@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "planner.h"
+
 namespace residency {
 namespace {
 
@@ -236,6 +238,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
   }
   if (verdict.staging != Bytes()) {
     overlaid(Location::pinned_host()).reserve_staging(verdict.staging);
+    overlaid(staging_device(verdict)).has_staging = true;
   }
   bool in_flight = false;  // the copy of this action completes on a worker
   std::optional<Location> read_from;

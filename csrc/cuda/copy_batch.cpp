@@ -4,12 +4,23 @@
 
 namespace residency {
 
-cudaError_t enqueue_copy(const Piece& piece, const std::optional<Peers>& peers,
-                         cudaStream_t stream) noexcept {
-  return peers.has_value()
-             ? cudaMemcpyPeerAsync(piece.to, peers->to, piece.from, peers->from, piece.nbytes,
-                                   stream)
-             : cudaMemcpyAsync(piece.to, piece.from, piece.nbytes, cudaMemcpyDefault, stream);
+cudaError_t enqueue_copies(std::span<const Piece> pieces, const std::optional<Peers>& peers,
+                           cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  if (peers.has_value() || pieces.size() == 1) {
+    for (auto piece = pieces.begin(); piece != pieces.end() && error == cudaSuccess; ++piece) {
+      error = peers.has_value() ? cudaMemcpyPeerAsync(piece->to, peers->to, piece->from,
+                                                      peers->from, piece->nbytes, stream)
+                                : cudaMemcpyAsync(piece->to, piece->from, piece->nbytes,
+                                                  cudaMemcpyDefault, stream);
+    }
+    return error;
+  }
+  CopyBatch batch;
+  for (const Piece& piece : pieces) {
+    batch.add(piece);
+  }
+  return batch.enqueue_on(stream);
 }
 
 void CopyBatch::add(const Piece& piece) {

@@ -2,8 +2,10 @@
 
 #include <cstddef>
 #include <optional>
+#include <span>
 #include <vector>
 
+#include <c10/util/SmallVector.h>
 #include <cuda_runtime_api.h>
 
 namespace residency {
@@ -15,15 +17,18 @@ struct Piece {
   std::size_t nbytes;
 };
 
+using Pieces = c10::SmallVector<Piece, 1>;
+
 /// The devices of a copy between two.
 struct Peers {
   int from;
   int to;
 };
 
-/// Enqueues one copy; with `peers`, between two devices.
-[[nodiscard]] cudaError_t enqueue_copy(const Piece& piece, const std::optional<Peers>& peers,
-                                       cudaStream_t stream) noexcept;
+/// Enqueues copies, in no particular order among themselves; with `peers`, between two devices.
+/// When that fails some of them may be in flight.
+[[nodiscard]] cudaError_t enqueue_copies(std::span<const Piece> pieces,
+                                         const std::optional<Peers>& peers, cudaStream_t stream);
 
 /// Copies between a device and page-locked memory, or within a device, that are enqueued together:
 /// one call costs a fraction of one for each.

@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstddef>
 #include <exception>
 #include <iterator>
 #include <mutex>
-#include <thread>
 #include <utility>
 
 #include <c10/cuda/CUDAFunctions.h>
@@ -50,8 +48,6 @@ Bytes range_bytes(Bytes nbytes, Location at) {
                       : PageLockedSegments::range_bytes(nbytes);
 }
 
-using Pieces = c10::SmallVector<Piece, 1>;
-
 Pieces pieces_of(const TensorBlock& source, const TensorBlock& target) {
   Pieces pieces;
   const TensorLayout& layout = *source.tensor_layout();
@@ -70,6 +66,31 @@ Pieces pieces_of(const TensorBlock& source, const TensorBlock& target) {
     }
   }
   return pieces;
+}
+
+Bytes total_of(const std::vector<iovec>& runs) {
+  Bytes total;
+  for (const iovec& run : runs) {
+    total += Bytes(static_cast<std::int64_t>(run.iov_len));
+  }
+  return total;
+}
+
+/// The next bytes of the runs, `most` at most.
+std::vector<iovec> next_of(const std::vector<iovec>& runs, Bytes done, Bytes most) {
+  std::vector<iovec> next;
+  auto to_skip = static_cast<std::size_t>(done.count());
+  auto room = static_cast<std::size_t>(most.count());
+  for (const iovec& run : runs) {
+    const std::size_t skipped = std::min(to_skip, run.iov_len);
+    to_skip -= skipped;
+    const std::size_t nbytes = std::min(room, run.iov_len - skipped);
+    room -= nbytes;
+    if (nbytes != 0) {
+      next.push_back({static_cast<std::byte*>(run.iov_base) + skipped, nbytes});
+    }
+  }
+  return next;
 }
 
 /// A copy on its way onto a stream.
@@ -138,19 +159,7 @@ cudaEvent_t Enqueuing::record_begin(cudaStream_t stream) {
 }
 
 void Enqueuing::enqueue_pieces(cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  if (peers.has_value() || pieces.size() == 1) {
-    for (auto piece = pieces.begin(); piece != pieces.end() && error == cudaSuccess; ++piece) {
-      error = enqueue_copy(*piece, peers, stream);
-    }
-  } else {
-    CopyBatch batch;
-    for (const Piece& piece : pieces) {
-      batch.add(piece);
-    }
-    error = batch.enqueue_on(stream);
-  }
-  if (error != cudaSuccess) {
+  if (const cudaError_t error = enqueue_copies(pieces, peers, stream); error != cudaSuccess) {
     (void)cudaStreamSynchronize(stream);  // nothing of it may be in flight when this is told
     throw_cuda_error(error, device, "cudaMemcpyAsync");
   }
@@ -234,8 +243,8 @@ void refuse_while_caller_captures(Location at, std::string_view what) {
   }
 }
 
-/// So that a copy which is needed now comes at most two chunks late.
-constexpr std::size_t kMostChunksAhead = 2;
+/// Of a copy ahead of need, after which others may have the buffers.
+constexpr auto kStagedChunkBytes = Bytes(std::int64_t{16} << 20);
 
 class CudaLayer final : public DeviceLayer {
  public:
@@ -253,10 +262,10 @@ class CudaLayer final : public DeviceLayer {
   [[nodiscard]] CopyResult copy(const CopyRequest& request, const TensorBlock& source,
                                 std::shared_ptr<TensorBlock> overwrite) override;
   void flush() noexcept override;
-  void copy_staged(const TensorBlock& source, const TensorBlock& target,
-                   const std::optional<Stream>& stream, bool ahead_of_need,
-                   const std::atomic<bool>& abandon) override;
-  void pace(Fence& copy, const std::atomic<bool>& abandon) noexcept override;
+  [[nodiscard]] bool pace(Fence& copy, bool at_once) noexcept override;
+  [[nodiscard]] bool copy_staged(const TensorBlock& on_device, bool to_device, const HostEnd& host,
+                                 const std::optional<Stream>& stream, Bytes& done,
+                                 const Signals& signals) override;
   [[nodiscard]] Stream current_stream(Location device) const override;
   [[nodiscard]] FencePtr record_use(const Stream& stream) override;
   void wait(const Stream& stream, const FencePtr& fence) override;
@@ -274,8 +283,7 @@ class CudaLayer final : public DeviceLayer {
     return at.is_cuda() ? 1 + static_cast<std::size_t>(at.cuda_index()) : 0;
   }
 
-  Staging staging_;
-  std::vector<FencePtr> ahead_;  // chunks outstanding; of the one worker that calls `pace`
+  std::array<Staging, kMaxDevices> staging_;  // of each device
   mutable std::mutex mutex_;
   std::array<std::shared_ptr<RangeMemory>, 1 + kMaxDevices>
       memories_;  // page-locked, then by device
@@ -375,15 +383,16 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
   if (result.path == TransferPath::kPeer) {
     copy.peers = Peers{request.from.cuda_index(), request.to.cuda_index()};
   }
-  const bool is_plain = !request.stream.has_value() && copy.pieces.size() == 1 &&
-                        source.is_packed() && room.block->is_packed();
-  copy.may_be_put_off = is_plain && request.more_follow && !copy.peers.has_value();
+  copy.may_be_put_off = !request.stream.has_value() && copy.pieces.size() == 1 &&
+                        source.is_packed() && room.block->is_packed() && request.more_follow &&
+                        !copy.peers.has_value();
   try {
     Lane& lane = to_device ? streams.in : streams.out;
     const NvtxRange range(copy.peers.has_value() ? "residency::copy between devices" : lane.label);
-    if (is_plain && request.ahead_of_need && copy.can_wait_on_stream()) {
+    if (request.ahead_of_need && !request.stream.has_value() && !copy.pieces.empty() &&
+        copy.can_wait_on_stream()) {
       result.ready = std::make_shared<PacedCopy>(
-          streams.events, to_device ? streams.ahead_in : streams.ahead_out, copy.pieces.front(),
+          streams.events, to_device ? streams.ahead_in : streams.ahead_out, std::move(copy.pieces),
           std::vector<FencePtr>(copy.after.begin(), copy.after.end()), copy.peers);
     } else if (request.stream.has_value()) {
       const cudaStream_t stream = handle_of(*request.stream);
@@ -415,33 +424,14 @@ void CudaLayer::flush() noexcept {
   }
 }
 
-void CudaLayer::pace(Fence& copy, const std::atomic<bool>& abandon) noexcept {
+bool CudaLayer::pace(Fence& copy, bool at_once) noexcept {
   auto* paced = dynamic_cast<PacedCopy*>(&copy);
-  if (paced == nullptr) {
-    return;
-  }
-  constexpr auto kPatience = std::chrono::microseconds(50);
-  const auto has_room = [&] {
-    std::erase_if(ahead_, [](const FencePtr& chunk) { return !is_pending(chunk); });
-    return ahead_.size() < kMostChunksAhead || abandon.load(std::memory_order_relaxed);
-  };
-  constexpr int kMostFailures = 100;  // after that it is left to whoever waits
-  for (int num_failed = 0; !paced->is_enqueued() && num_failed < kMostFailures;) {
-    while (!has_room()) {
-      std::this_thread::sleep_for(kPatience);
-    }
-    if (!paced->enqueue_next(ahead_) && !paced->is_enqueued()) {
-      ++num_failed;
-      std::this_thread::sleep_for(kPatience);
-    }
-  }
+  return paced == nullptr || paced->pace(at_once);
 }
 
-void CudaLayer::copy_staged(const TensorBlock& source, const TensorBlock& target,
-                            const std::optional<Stream>& stream, bool ahead_of_need,
-                            const std::atomic<bool>& abandon) {
-  const bool to_device = target.location().is_cuda();
-  const TensorBlock& on_device = to_device ? target : source;
+bool CudaLayer::copy_staged(const TensorBlock& on_device, bool to_device, const HostEnd& host,
+                            const std::optional<Stream>& stream, Bytes& done,
+                            const Signals& signals) {
   const Location device = on_device.location();
   const c10::cuda::CUDAGuard guard(index_of(device));
   const DeviceStreams& streams = streams_of(device);
@@ -449,23 +439,21 @@ void CudaLayer::copy_staged(const TensorBlock& source, const TensorBlock& target
   direction.device = device;
   direction.to_device = to_device;
   direction.stream = stream.has_value() ? handle_of(*stream)
-                     : to_device        ? streams.in.stream
-                                        : streams.out.stream;
+                     : to_device        ? streams.staged_in
+                                        : streams.staged_out;
   direction.events = streams.events.get();
   direction.may_fill_gaps = on_device.is_packed();
-  direction.gives_way = ahead_of_need;
-  const Pieces pieces = pieces_of(source, target);
-  if (!ahead_of_need) {
-    staging_.copy(pieces, direction, abandon);
-    return;
+  direction.gives_way = !signals.needed_now;
+  const std::vector<iovec> runs = on_device.storages();
+  const bool in_chunks = direction.gives_way || host.is_slow;
+  const std::vector<iovec> chunk =
+      next_of(runs, done, in_chunks ? kStagedChunkBytes : total_of(runs));
+  if (!staging_.at(static_cast<std::size_t>(device.cuda_index()))
+           .copy(chunk, host.transfer, direction, signals.abandon)) {
+    return false;
   }
-  for (const Piece& piece : pieces) {
-    for (std::size_t done = 0; done < piece.nbytes; done += PacedCopy::kChunkBytes) {
-      const Piece chunk{piece.to + done, piece.from + done,
-                        std::min(piece.nbytes - done, PacedCopy::kChunkBytes)};
-      staging_.copy(std::span(&chunk, 1), direction, abandon);
-    }
-  }
+  done += total_of(chunk);
+  return done == total_of(runs);
 }
 
 Stream CudaLayer::current_stream(Location device) const {
@@ -520,7 +508,9 @@ void CudaLayer::trim() noexcept {
   for (const auto& memory : all_memory()) {
     memory->trim();
   }
-  staging_.trim();
+  for (Staging& staging : staging_) {
+    staging.trim();
+  }
 }
 
 }  // namespace

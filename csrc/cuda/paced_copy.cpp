@@ -11,11 +11,26 @@
 
 namespace residency {
 
-PacedCopy::PacedCopy(std::shared_ptr<EventPool> pool, cudaStream_t stream, const Piece& piece,
+bool AheadLane::has_room() noexcept {
+  while (!outstanding.empty() && !is_pending(outstanding.front().done)) {
+    outstanding.pop_front();
+  }
+  std::size_t cost = 0;
+  for (const Chunk& chunk : outstanding) {
+    cost += chunk.cost;
+  }
+  return cost <= PacedCopy::kChunkBytes;
+}
+
+PacedCopy::PacedCopy(std::shared_ptr<EventPool> pool, AheadLane& lane, Pieces pieces,
                      std::vector<FencePtr> after, std::optional<Peers> peers)
-    : pool_(std::move(pool)), peers_(peers), rest_(piece), after_(std::move(after)) {
+    : pool_(std::move(pool)),
+      lane_(lane),
+      peers_(peers),
+      pieces_(std::move(pieces)),
+      after_(std::move(after)) {
   begin_ = pool_->take();
-  fence_ = EventFence::prepare(pool_, stream, begin_);
+  fence_ = EventFence::prepare(pool_, lane.stream, begin_);
 }
 
 void PacedCopy::enqueue_begin() {
@@ -27,20 +42,32 @@ void PacedCopy::enqueue_begin() {
   begin_ = nullptr;
 }
 
-void PacedCopy::enqueue_chunk() {
+std::size_t PacedCopy::enqueue_chunk() {
   if (begin_ != nullptr) {
     enqueue_begin();
   }
-  const std::size_t nbytes = std::min(rest_.nbytes, kChunkBytes);
+  Pieces chunk;
+  std::size_t cost = 0;
+  for (std::size_t i = next_; i != pieces_.size() && cost < kChunkBytes; ++i) {
+    const std::size_t nbytes = std::min(pieces_[i].nbytes, kChunkBytes - cost);
+    chunk.push_back({pieces_[i].to, pieces_[i].from, nbytes});
+    cost += std::max(nbytes, kLeastCost);
+  }
   const NvtxRange range("residency::prefetch");
-  const cudaError_t error = enqueue_copy({rest_.to, rest_.from, nbytes}, peers_, stream());
-  check_cuda(error, pool_->device(), "cudaMemcpyAsync");
-  rest_ = {rest_.to + nbytes, rest_.from + nbytes, rest_.nbytes - nbytes};
+  check_cuda(enqueue_copies(chunk, peers_, stream()), pool_->device(), "cudaMemcpyAsync");
+  next_ += chunk.size() - 1;
+  Piece& last = pieces_[next_];
+  const std::size_t done = chunk.back().nbytes;
+  last = {last.to + done, last.from + done, last.nbytes - done};
+  if (last.nbytes == 0) {
+    ++next_;
+  }
+  return cost;
 }
 
 void PacedCopy::enqueue_rest() {
-  while (rest_.nbytes != 0) {
-    enqueue_chunk();
+  while (next_ != pieces_.size()) {
+    (void)enqueue_chunk();
   }
   if (!is_recorded_) {
     check_cuda(fence_->record(), pool_->device(), "cudaEventRecord");
@@ -59,22 +86,26 @@ void PacedCopy::note_failure() noexcept {
   }
 }
 
-bool PacedCopy::enqueue_next(std::vector<FencePtr>& outstanding) noexcept {
+bool PacedCopy::enqueue_next() noexcept {
   try {
     const RelaxedCapture relaxed;
     const c10::cuda::CUDAGuard guard(index_of(pool_->device()));
     const std::lock_guard lock(mutex_);
     if (is_recorded_) {
-      return false;
+      return true;  // by whoever waits for it
     }
     try {
-      outstanding.reserve(outstanding.size() + 1);
-      enqueue_chunk();
-      outstanding.push_back(EventFence::record(pool_, stream()));
-      if (rest_.nbytes == 0) {
-        enqueue_rest();
+      AheadLane::Chunk& chunk = lane_.outstanding.emplace_back();  // first, as it can fail
+      if (next_ != pieces_.size()) {
+        chunk.cost = enqueue_chunk();
       }
-      return !is_recorded_;
+      if (next_ == pieces_.size()) {
+        enqueue_rest();
+        chunk.done = fence_;
+      } else {
+        chunk.done = EventFence::record(pool_, stream());
+      }
+      return true;
     } catch (...) {
       note_failure();
     }
@@ -82,6 +113,30 @@ bool PacedCopy::enqueue_next(std::vector<FencePtr>& outstanding) noexcept {
     // No device to turn to.
   }
   return false;
+}
+
+bool PacedCopy::pace(bool at_once) noexcept {
+  constexpr int kMostFailures = 100;  // after that it is left to whoever waits
+  const std::lock_guard lock(lane_.mutex);
+  if (!is_queued_) {
+    try {
+      lane_.queue.push_back(this);
+    } catch (...) {
+      return true;
+    }
+    is_queued_ = true;
+  }
+  while (!is_recorded_ && num_failed_ < kMostFailures) {
+    if (!at_once && (lane_.queue.front() != this || !lane_.has_room())) {
+      return false;
+    }
+    if (!enqueue_next()) {
+      ++num_failed_;
+      return false;
+    }
+  }
+  std::erase(lane_.queue, this);
+  return true;
 }
 
 FenceStatus PacedCopy::poll() const noexcept {

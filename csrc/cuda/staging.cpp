@@ -1,9 +1,7 @@
 #include "csrc/cuda/staging.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cstring>
-#include <span>
+#include <utility>
 
 #include "csrc/cuda/runtime.h"
 #include "residency/core/errors.h"
@@ -11,32 +9,46 @@
 namespace residency {
 namespace {
 
-/// What one buffer carries: a run of bytes on the device, and where they are on the host.
+/// What one buffer carries: bytes from here on at the device, with gaps.
 struct Chunk {
   std::byte* device = nullptr;
   std::size_t nbytes = 0;
-  std::vector<Piece> pieces;
+  struct Part {
+    std::size_t offset = 0;
+    std::size_t nbytes = 0;
+  };
+  std::vector<Part> parts;
+
+  [[nodiscard]] std::vector<iovec> in(std::byte* buffer) const {
+    std::vector<iovec> pieces;
+    pieces.reserve(parts.size());
+    for (const Part& part : parts) {
+      pieces.push_back({buffer + part.offset, part.nbytes});
+    }
+    return pieces;
+  }
 };
 
-/// Long pieces are cut, short ones put together while their gaps may be filled.
-std::vector<Chunk> chunks_of(std::span<const Piece> pieces, const Staging::Direction& direction) {
+/// Long runs are cut, short ones put together while their gaps may be filled.
+std::vector<Chunk> chunks_of(const std::vector<iovec>& runs, bool may_fill_gaps) {
   std::vector<Chunk> chunks;
-  const auto device_end = [&](const Chunk& chunk) { return chunk.device + chunk.nbytes; };
-  for (Piece piece : pieces) {
-    while (piece.nbytes != 0) {
-      std::byte* device = direction.to_device ? piece.to : const_cast<std::byte*>(piece.from);
-      const bool joins = !chunks.empty() && direction.may_fill_gaps &&
-                         device >= device_end(chunks.back()) &&
+  for (const iovec& run : runs) {
+    auto* device = static_cast<std::byte*>(run.iov_base);
+    std::byte* const end = device + run.iov_len;
+    while (device != end) {
+      const bool joins = !chunks.empty() && may_fill_gaps &&
+                         device >= chunks.back().device + chunks.back().nbytes &&
                          device < chunks.back().device + Staging::kSlotBytes;
       if (!joins) {
         chunks.push_back({device, 0, {}});
       }
       Chunk& chunk = chunks.back();
       const auto offset = static_cast<std::size_t>(device - chunk.device);
-      const std::size_t part = std::min(piece.nbytes, Staging::kSlotBytes - offset);
-      chunk.pieces.push_back({piece.to, piece.from, part});
+      const std::size_t part =
+          std::min(static_cast<std::size_t>(end - device), Staging::kSlotBytes - offset);
+      chunk.parts.push_back({offset, part});
       chunk.nbytes = offset + part;
-      piece = {piece.to + part, piece.from + part, piece.nbytes - part};
+      device += part;
     }
   }
   return chunks;
@@ -93,19 +105,26 @@ void Staging::trim() noexcept {
   }
 }
 
-void Staging::copy(std::span<const Piece> pieces, const Direction& direction,
+bool Staging::copy(const std::vector<iovec>& runs, const HostEnd& host, const Direction& direction,
                    const std::atomic<bool>& abandon) {
-  constexpr auto kPatience = std::chrono::microseconds(50);
-  while (direction.gives_way && num_needed_now_ != 0) {
-    std::this_thread::sleep_for(kPatience);
-  }
+  const auto end_if_abandoned = [&] {
+    if (abandon.load(std::memory_order_relaxed)) {
+      throw UnavailableError("the transfer was abandoned: its manager has closed");
+    }
+  };
+  end_if_abandoned();
   const Counted needed_now(num_needed_now_, direction.gives_way ? 0 : 1);
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_, std::defer_lock);
+  if (!direction.gives_way) {
+    lock.lock();
+  } else if (num_needed_now_ != 0 || !lock.try_lock()) {
+    return false;
+  }
   const RelaxedCapture relaxed;
   if (ring_ == nullptr) {
     ring_ = static_cast<std::byte*>(segments_.make(kRingBytes).data);
   }
-  const std::vector<Chunk> chunks = chunks_of(pieces, direction);
+  const std::vector<Chunk> chunks = chunks_of(runs, direction.may_fill_gaps);
   SlotEvents done(*direction.events);
   const auto wait_for_slot = [&](std::size_t slot) {
     check_cuda(cudaEventSynchronize(done[slot]), direction.device, "cudaEventSynchronize");
@@ -114,17 +133,12 @@ void Staging::copy(std::span<const Piece> pieces, const Direction& direction,
   const auto deliver = [&](std::size_t i) {
     const std::size_t slot = i % kNumSlots;
     wait_for_slot(slot);
-    for (const Piece& piece : chunks[i].pieces) {
-      std::memcpy(piece.to, ring_ + slot * kSlotBytes + (piece.from - chunks[i].device),
-                  piece.nbytes);
-    }
+    host(chunks[i].in(ring_ + slot * kSlotBytes));
   };
   try {
     done.take();
     for (std::size_t i = 0; i < chunks.size(); ++i) {
-      if (abandon.load(std::memory_order_relaxed)) {
-        throw UnavailableError("the transfer was abandoned: its manager has closed");
-      }
+      end_if_abandoned();
       const Chunk& chunk = chunks[i];
       const std::size_t slot = i % kNumSlots;
       std::byte* buffer = ring_ + slot * kSlotBytes;
@@ -132,9 +146,7 @@ void Staging::copy(std::span<const Piece> pieces, const Direction& direction,
         if (i >= kNumSlots) {
           wait_for_slot(slot);
         }
-        for (const Piece& piece : chunk.pieces) {
-          std::memcpy(buffer + (piece.to - chunk.device), piece.from, piece.nbytes);
-        }
+        host(chunk.in(buffer));
         check_cuda(cudaMemcpyAsync(chunk.device, buffer, chunk.nbytes, cudaMemcpyHostToDevice,
                                    direction.stream),
                    direction.device, "cudaMemcpyAsync");
@@ -162,6 +174,7 @@ void Staging::copy(std::span<const Piece> pieces, const Direction& direction,
     (void)cudaGetLastError();
     throw;
   }
+  return true;
 }
 
 }  // namespace residency

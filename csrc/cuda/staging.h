@@ -2,15 +2,16 @@
 
 #include <array>
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <mutex>
-#include <span>
+#include <vector>
 
 #include <cuda_runtime_api.h>
+#include <sys/uio.h>
 
-#include "csrc/cuda/copy_batch.h"
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/page_locked_segments.h"
 #include "residency/core/bytes.h"
@@ -18,8 +19,37 @@
 
 namespace residency {
 
-/// A ring of page-locked buffers through which pageable memory and a device exchange bytes: while
-/// the device copies one, the host copies the next. Its users wait for each other.
+/// Serves in the order of the calls: whoever takes it again and again keeps nobody out.
+class FairMutex {
+ public:
+  void lock() {
+    std::unique_lock lock(mutex_);
+    const std::uint64_t mine = next_++;
+    served_.wait(lock, [&] { return serving_ == mine; });
+  }
+  [[nodiscard]] bool try_lock() {
+    const std::lock_guard lock(mutex_);
+    if (next_ != serving_) {
+      return false;
+    }
+    ++next_;
+    return true;
+  }
+  void unlock() {
+    const std::lock_guard lock(mutex_);
+    ++serving_;
+    served_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable served_;
+  std::uint64_t next_ = 0;
+  std::uint64_t serving_ = 0;
+};
+
+/// A ring of page-locked buffers through which one device exchanges bytes with pageable memory and
+/// files: while the device copies one, the host fills the next. Its users wait for each other.
 class Staging {
  public:
   static constexpr std::size_t kNumSlots = 4;
@@ -36,21 +66,25 @@ class Staging {
     bool to_device = true;
     cudaStream_t stream = nullptr;
     EventPool* events = nullptr;
-    /// The gaps between the pieces on the device may be overwritten (with anything).
+    /// The gaps between the runs on the device may be overwritten (with anything).
     bool may_fill_gaps = false;
-    /// Begins only when nobody else wants the buffers who does not give way.
+    /// To whoever else uses the buffers, or waits for them.
     bool gives_way = false;
   };
-  /// Returns when all has arrived. The device is the current one. Throws with nothing of it in
-  /// flight what `throw_cuda_error` throws, `PageLockError`, and `UnavailableError` when abandoned.
-  void copy(std::span<const Piece> pieces, const Direction& direction,
-            const std::atomic<bool>& abandon);
+  /// Fills buffers with the next bytes for the device, or takes them out.
+  using HostEnd = std::function<void(const std::vector<iovec>&)>;
+  /// Returns when all has arrived; false, at once and with nothing done, when it gives way. `runs`
+  /// are addresses of the device, which is the current one. Throws with nothing of it in flight
+  /// what `throw_cuda_error` and the host's end throw, `PageLockError`, and `UnavailableError` when
+  /// abandoned.
+  [[nodiscard]] bool copy(const std::vector<iovec>& runs, const HostEnd& host,
+                          const Direction& direction, const std::atomic<bool>& abandon);
   /// Gives the buffers back, to be made again when needed.
   void trim() noexcept;
 
  private:
   std::atomic<int> num_needed_now_{0};  // copies that do not give way
-  std::mutex mutex_;
+  FairMutex mutex_;
   PageLockedSegments segments_;
   std::byte* ring_ = nullptr;
 };

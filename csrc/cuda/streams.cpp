@@ -98,8 +98,10 @@ DeviceStreams& streams_of(Location device) {
   made->in.stream = make_stream(device);
   made->out.label = "residency::copy from device";
   made->out.stream = make_stream(device);
-  made->ahead_in = make_stream(device);
-  made->ahead_out = make_stream(device);
+  made->ahead_in.stream = make_stream(device);
+  made->ahead_out.stream = make_stream(device);
+  made->staged_in = make_stream(device);
+  made->staged_out = make_stream(device);
   made->arena = make_stream(device);
   shared.streams[static_cast<std::size_t>(device.cuda_index())].store(made.get(),
                                                                       std::memory_order_release);

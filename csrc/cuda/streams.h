@@ -8,6 +8,7 @@
 
 #include "csrc/cuda/copy_group.h"
 #include "csrc/cuda/event_fence.h"
+#include "csrc/cuda/paced_copy.h"
 #include "residency/core/location.h"
 
 namespace residency {
@@ -24,11 +25,15 @@ inline constexpr std::size_t kMaxDevices = 128;
 /// later stream could get its number.
 struct DeviceStreams {
   std::shared_ptr<EventPool> events;
-  Lane in;                           ///< copies to the device
-  Lane out;                          ///< copies from it
-  cudaStream_t ahead_in = nullptr;   ///< copies ahead of need to the device
-  cudaStream_t ahead_out = nullptr;  ///< and from it
-  cudaStream_t arena = nullptr;      ///< what segments are allocated on
+  Lane in;              ///< copies to the device
+  Lane out;             ///< copies from it
+  AheadLane ahead_in;   ///< copies ahead of need to the device
+  AheadLane ahead_out;  ///< and from it
+  /// Copies through page-locked buffers to the device, and from it. They have waited on the host
+  /// for what they come behind, and would only wait for others in the streams above.
+  cudaStream_t staged_in = nullptr;
+  cudaStream_t staged_out = nullptr;
+  cudaStream_t arena = nullptr;  ///< what segments are allocated on
 };
 
 /// Throws what `throw_cuda_error` throws, `ForkError` in a child of the process that made them.

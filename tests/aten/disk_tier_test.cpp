@@ -1,10 +1,12 @@
 #include <algorithm>
+#include <atomic>
 #include <csignal>
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
 #include <future>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -681,6 +683,53 @@ TEST_P(DiskTierTest, ForkedChildCanMakeAManagerOfItsOwn) {
   ASSERT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 0);
   EXPECT_TRUE(take(*manager, handle)["x"].equal(at::arange(1000)));
+}
+
+/// Holds the first worker that opens a file.
+struct HeldCalls final : SystemCalls {
+  std::atomic<bool> holds{true};
+  std::promise<void> held;
+  std::promise<void> released;
+  int open(const std::string& path, int flags, mode_t mode) override {
+    if (std::this_thread::get_id() != tests_own && holds.exchange(false)) {
+      held.set_value();
+      released.get_future().wait();
+    }
+    return SystemCalls::open(path, flags, mode);
+  }
+  const std::thread::id tests_own = std::this_thread::get_id();
+};
+
+TEST_P(DiskTierTest, PrefetchThatIsWaitedForPassesTheOthers) {
+  const auto calls = std::make_shared<HeldCalls>();
+  calls->holds = false;
+  const auto manager =
+      create_manager(with_disk(directory_), {.file_engine = GetParam(), .system_calls = calls});
+  std::vector<Handle> handles;
+  for (int i = 0; i < 4; ++i) {
+    handles.push_back(adopt(*manager, TensorResident({{"x", at::arange(i, i + 100)}}),
+                            {.mode = ReplicaMode::kReplicable}));
+    manager->move(handles.back(), kDisk).wait();
+  }
+  calls->holds = true;
+  std::vector<ActionReport> reports;
+  for (const Handle& handle : handles) {
+    reports.push_back(manager->ensure(handle, kHost, {.prefetch = true}));
+  }
+  calls->held.get_future().wait();  // at the first
+  reports[3].wait();
+  manager->acquire(one(handles[2]), kHost).release();
+  EXPECT_FALSE(reports[0].done());
+  EXPECT_FALSE(reports[1].done()) << "nobody waits for it";
+  calls->released.set_value();
+  for (int i = 0; i < 4; ++i) {
+    reports[static_cast<std::size_t>(i)].wait();
+    Lease lease = manager->acquire(one(handles[static_cast<std::size_t>(i)]), kHost);
+    EXPECT_TRUE(
+        tensors(lease, handles[static_cast<std::size_t>(i)])["x"].equal(at::arange(i, i + 100)));
+    lease.release();
+  }
+  manager->close();
 }
 
 TEST_P(DiskTierTest, DiskBudgetIsKept) {

@@ -250,8 +250,12 @@ TEST_F(ExplainTest, BuffersOfStagedCopiesAreReservedOnce) {
   const Snapshot snapshot = manager->snapshot();
   ASSERT_EQ(snapshot.reservations.size(), 1U);
   EXPECT_EQ(snapshot.reservations[0].reservation.label, "staging");
-  const auto later = manager->explain(std::vector<ResidencyAction>{MoveResident{a, kCuda1}});
+  const auto later =
+      manager->explain(std::vector<ResidencyAction>{EnsureResident{adopt(kPageable, 8), kCuda0}});
   EXPECT_TRUE(later.reservations.empty()) << "they are there";
+  const auto elsewhere =
+      manager->explain(std::vector<ResidencyAction>{EnsureResident{adopt(kPageable, 8), kCuda1}});
+  EXPECT_FALSE(elsewhere.feasible) << "each device has its own";
   manager->audit();
 }
 

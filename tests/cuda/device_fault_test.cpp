@@ -258,7 +258,7 @@ TEST_F(DeviceFault, CallsWhoseFailureIsMadeUpFor) {
 // In a process of its own: the streams of a device are made once.
 TEST_F(DeviceFault, StreamThatCannotBeMadeIsTriedAgain) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  for (std::uint64_t nth = 0; nth < 5; ++nth) {
+  for (std::uint64_t nth = 0; nth < 7; ++nth) {
     const auto body = [nth] {
       const auto manager = create_manager({}, {.devices = make_cuda_layer()});
       const Handle handle = value(*manager, 100'000, 1);

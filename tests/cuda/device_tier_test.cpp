@@ -9,6 +9,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -23,57 +24,6 @@
 
 namespace residency::testing {
 namespace {
-
-class DeviceTier : public CudaTest {
- protected:
-  DeviceTier() {
-    if (simulated()) {
-      simcuda_reset_counters();
-    }
-  }
-  ~DeviceTier() override {
-    if (!manager_->closed()) {
-      manager_->audit();
-      manager_->close({.force = true});
-    }
-  }
-
-  static std::shared_ptr<Manager> make(std::shared_ptr<DeviceLayer> layer,
-                                       ManagerOptions options = {}) {
-    return create_manager(std::move(options), {.devices = std::move(layer)});
-  }
-  Handle value(std::int64_t nbytes, int byte, Mutability mutability = Mutability::kImmutable) {
-    return testing::value(*manager_, nbytes, byte, mutability);
-  }
-  int byte_of(const Handle& handle, Location at) { return testing::byte_of(*manager_, handle, at); }
-  static Stream named(const c10::cuda::CUDAStream& stream) {
-    return {Location::cuda(stream.device_index()), stream.id()};
-  }
-  /// A consumer's read of the value's first bytes, enqueued.
-  void enqueue_read(const Handle& handle, const c10::cuda::CUDAStream& consumer,
-                    const at::Tensor& into) {
-    const Location at = Location::cuda(consumer.device_index());
-    Lease lease = manager_->acquire(one(handle), at, {.stream = named(consumer)});
-    EXPECT_EQ(cudaMemcpyAsync(into.mutable_data_ptr(), tensors(lease, handle)[0].const_data_ptr(),
-                              static_cast<std::size_t>(into.numel()), cudaMemcpyDefault, consumer),
-              cudaSuccess);
-    lease.release();
-  }
-  static int first_byte(const at::Tensor& tensor) {
-    std::uint8_t byte = 0;
-    EXPECT_EQ(cudaMemcpy(&byte, tensor.const_data_ptr(), 1, cudaMemcpyDefault), cudaSuccess);
-    return byte;
-  }
-  /// The layer's own streams are known to it alone; the simulated runtime holds all there are.
-  static simcuda_counters counters() {
-    simcuda_counters read{};
-    EXPECT_EQ(simcuda_read_counters(-1, &read), 0);
-    return read;
-  }
-
-  std::shared_ptr<DeviceLayer> layer_ = make_cuda_layer();
-  std::shared_ptr<Manager> manager_ = make(layer_);
-};
 
 TEST_F(DeviceTier, BytesSurviveEveryWayThroughTheTiers) {
   TemporaryDirectory directory;
@@ -90,6 +40,55 @@ TEST_F(DeviceTier, BytesSurviveEveryWayThroughTheTiers) {
   }
   manager_->synchronize();
   EXPECT_EQ(byte_of(handle, kHost), 42);
+}
+
+/// Counts what is asked of PyTorch's allocator for pageable memory while it lives.
+class CountingAllocator final : public c10::Allocator {
+ public:
+  CountingAllocator() : former_(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this, kPriority); }
+  ~CountingAllocator() override { c10::SetCPUAllocator(former_, kPriority); }
+  CountingAllocator(const CountingAllocator&) = delete;
+  CountingAllocator& operator=(const CountingAllocator&) = delete;
+  c10::DataPtr allocate(std::size_t nbytes) override {
+    num_bytes += nbytes;
+    return former_->allocate(nbytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return former_->raw_deleter(); }
+  void copy_data(void* to, const void* from, std::size_t nbytes) const override {
+    default_copy_data(to, from, nbytes);
+  }
+  std::atomic<std::size_t> num_bytes{0};
+
+ private:
+  static constexpr std::uint8_t kPriority = 100;
+  c10::Allocator* const former_;
+};
+
+// Charges of pageable memory would not be what is taken there.
+TEST_F(DeviceTier, BytesOfFilesAndDevicesTakeNoPageableMemory) {
+  TemporaryDirectory directory;
+  manager_ = make(layer_, with_disk(directory));
+  TensorResident fields({{"a", at::empty({33 * kMiB + 5}, at::TensorOptions().dtype(at::kByte))},
+                         {"b", at::empty({777}, at::TensorOptions().dtype(at::kByte))}});
+  for (std::int64_t i = 0; i < fields["a"].numel(); ++i) {
+    static_cast<std::uint8_t*>(fields["a"].mutable_data_ptr())[i] =
+        static_cast<std::uint8_t>(i * 7 / 1000);
+  }
+  std::memset(fields["b"].mutable_data_ptr(), 9, 777);
+  const at::Tensor expected = fields["a"].clone();
+  const Handle handle = adopt(*manager_, std::move(fields));
+  manager_->move(handle, kDevice).wait();
+  {
+    const CountingAllocator allocator;
+    for (const Location to : {kDisk, kOther, kDisk, kDevice}) {
+      manager_->move(handle, to).wait();
+    }
+    EXPECT_EQ(allocator.num_bytes, 0U);
+  }
+  manager_->move(handle, kHost).wait();
+  const TensorResident back = take(*manager_, handle);
+  EXPECT_TRUE(back["a"].equal(expected));
+  EXPECT_EQ(static_cast<const std::uint8_t*>(back["b"].const_data_ptr())[776], 9);
 }
 
 TEST_F(DeviceTier, FieldsKeepTheirShapesAndStayTied) {
@@ -786,185 +785,6 @@ TEST_F(DeviceTier, ReaderThatFreesWhatItHasReadDoesNotWaitForItself) {
   read.wait();
   EXPECT_EQ(byte_of(handle, kHost), 2);
   EXPECT_EQ(layer_->usage(source).segments, Bytes()) << "it was the only one there";
-}
-
-class Prefetch : public DeviceTier {
- protected:
-  static constexpr std::int64_t kChunk = 16 * kMiB;
-  static constexpr std::int64_t kNumChunks = 8;
-
-  void SetUp() override {
-    if (!simulated()) {
-      GTEST_SKIP() << "the simulated clock tells what comes when";
-    }
-    ASSERT_EQ(simcuda_set("h2d", "16GB/s"), 0) << simcuda_message();  // about 1 ms a chunk
-  }
-  void TearDown() override {
-    if (simulated()) {
-      EXPECT_EQ(simcuda_set("h2d", before_.c_str()), 0) << simcuda_message();
-    }
-  }
-  Handle page_locked(std::int64_t nbytes, int byte) {
-    const Handle handle = value(nbytes, byte);
-    manager_->ensure(handle, kPinned).wait();
-    manager_->ensure(handle, kDevice).wait();  // the segment is there from then on
-    manager_->drop(handle, kHost);
-    return handle;
-  }
-  std::uint64_t time_to_bring(const Handle& handle) {
-    const std::uint64_t begin = simcuda_now();
-    manager_->ensure(handle, kDevice).wait();
-    return simcuda_now() - begin;
-  }
-
-  const std::string before_ = simulated() ? simcuda_get("h2d") : "";
-};
-
-TEST_F(Prefetch, NeededCopyComesAtMostTwoChunksLate) {
-  const Handle large = page_locked(kNumChunks * kChunk, 1);
-  const Handle other = page_locked(kNumChunks * kChunk, 2);
-  const Handle small = page_locked(4096, 3);
-  for (const Handle& handle : {large, other, small}) {
-    manager_->drop(handle, kDevice);
-  }
-  const std::uint64_t alone = time_to_bring(small);
-  manager_->drop(small, kDevice);
-  const std::uint64_t chunk_ns =
-      static_cast<std::uint64_t>(kChunk) * 1'000'000'000 / 16'000'000'000;
-  simcuda_reset_counters();
-  const std::uint64_t begin = simcuda_now();
-  const std::vector<Handle> wanted = {large, other};
-  const PlanReport report = manager_->prefetch(wanted, kDevice);
-  ASSERT_EQ(report.size(), 2U);
-  EXPECT_EQ(counters().busy_host_syncs, 0U);
-  while (counters().copies[SIMCUDA_H2D] < 2) {
-    std::this_thread::yield();
-  }
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // time for more than there may be
-  EXPECT_LE(counters().copies[SIMCUDA_H2D], 2 + (simcuda_now() - begin) / chunk_ns);
-  EXPECT_LE(time_to_bring(small) - alone, 2 * chunk_ns + chunk_ns / 10);
-  report.wait();
-  EXPECT_EQ(counters().copies[SIMCUDA_H2D], 2U * kNumChunks + 1);
-  EXPECT_EQ(byte_of(large, kDevice), 1);
-  EXPECT_EQ(byte_of(other, kDevice), 2);
-}
-
-TEST_F(Prefetch, WhoeverWaitsHasTheRestEnqueuedAtOnce) {
-  const Handle large = page_locked(kNumChunks * kChunk, 1);
-  manager_->drop(large, kDevice);
-  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
-  simcuda_reset_counters();
-  (void)manager_->prefetch(one(large), kDevice);
-  Lease lease =
-      manager_->acquire(one(large), kDevice, {.stream = named(consumer), .may_block = false});
-  EXPECT_EQ(counters().copies[SIMCUDA_H2D], static_cast<std::uint64_t>(kNumChunks));
-  EXPECT_EQ(counters().busy_host_syncs, 0U);
-  std::uint8_t last = 0;
-  const at::Tensor& tensor = tensors(lease, large)[0];
-  ASSERT_EQ(
-      cudaMemcpyAsync(
-          &last, static_cast<const std::uint8_t*>(tensor.const_data_ptr()) + tensor.numel() - 1, 1,
-          cudaMemcpyDeviceToHost, consumer),
-      cudaSuccess);
-  ASSERT_EQ(cudaStreamSynchronize(consumer), cudaSuccess);
-  EXPECT_EQ(last, 1);
-  lease.release();
-}
-
-TEST_F(Prefetch, ComesBehindWhoeverStillUsesTheMemory) {
-  const Handle anchor = value(64, 0);
-  manager_->ensure(anchor, kDevice).wait();  // keeps the segment
-  const Handle gone = page_locked(4 * kMiB, 1);
-  const Handle next = value(4 * kMiB, 2);
-  manager_->ensure(next, kPinned).wait();
-  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
-  const at::Tensor result = on_device(64);
-  Gate gate(consumer);
-  enqueue_read(gone, consumer, result);
-  manager_->drop(gone, kDevice);
-  simcuda_reset_counters();
-  const PlanReport report = manager_->prefetch(one(next), kDevice);
-  while (counters().copies[SIMCUDA_H2D] == 0) {
-    std::this_thread::yield();
-  }
-  gate.open();
-  report.wait();
-  EXPECT_GT(report.entries().front().device_elapsed_ns.value_or(0), 0);
-  manager_->synchronize();
-  EXPECT_EQ(first_byte(result), 1);
-  EXPECT_EQ(byte_of(next, kDevice), 2);
-}
-
-TEST_F(Prefetch, OfPageableMemoryLetsOthersPass) {
-  const Handle large = value(16 * kChunk, 1);
-  const Handle needed = value(kChunk, 2);
-  simcuda_reset_counters();
-  const PlanReport report = manager_->prefetch(one(large), kDevice);
-  while (counters().copies[SIMCUDA_H2D] == 0) {
-    std::this_thread::yield();
-  }
-  const std::uint64_t before = counters().copied_bytes[SIMCUDA_H2D];
-  manager_->ensure(needed, kDevice).wait();
-  EXPECT_LE(counters().copied_bytes[SIMCUDA_H2D] - before, 3U * kChunk);
-  report.wait();
-  EXPECT_EQ(byte_of(large, kDevice), 1);
-  EXPECT_EQ(byte_of(needed, kDevice), 2);
-}
-
-TEST_F(Prefetch, ClosingTakesItAlong) {
-  const Handle large = page_locked(kNumChunks * kChunk, 1);
-  manager_->drop(large, kDevice);
-  simcuda_reset_counters();
-  (void)manager_->prefetch(one(large), kDevice);
-  manager_->close({.wait = false, .force = true});
-  for (int i = 0; i < 1000 && counters().copies[SIMCUDA_H2D] < kNumChunks; ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  EXPECT_EQ(counters().copies[SIMCUDA_H2D], static_cast<std::uint64_t>(kNumChunks))
-      << "nothing of it is left behind";
-}
-
-// The rest of an earlier copy ahead of need must not come after one that was demanded since.
-TEST_F(Prefetch, ComesBehindOneThatIsNotEnqueuedYet) {
-  const Handle anchor = value(64, 0);
-  manager_->ensure(anchor, kDevice).wait();  // keeps the segment
-  const Handle first = value(4 * kMiB, 1);
-  const Handle second = value(4 * kMiB, 2);
-  const Handle large = page_locked(kNumChunks * kChunk, 3);
-  manager_->drop(large, kDevice);
-  for (const Handle& handle : {first, second}) {
-    manager_->ensure(handle, kPinned).wait();
-    manager_->drop(handle, kHost);
-  }
-  // The worker is busy with the large one, so that this is not enqueued.
-  (void)manager_->prefetch(std::vector<Handle>{large, first}, kDevice);
-  manager_->drop(first, kDevice);
-  (void)manager_->prefetch(one(second), kDevice);  // comes where the first was to come
-  manager_->acquire(one(second), kDevice).release();
-  manager_->synchronize();
-  EXPECT_EQ(byte_of(second, kDevice), 2);
-  EXPECT_EQ(byte_of(large, kDevice), 3);
-}
-
-TEST_F(Prefetch, OfOldBytesDoesNotOverwriteNewOnes) {
-  const Handle value = this->value(4 * kMiB, 1, Mutability::kMutable);
-  const Handle large = page_locked(kNumChunks * kChunk, 3);
-  manager_->drop(large, kDevice);
-  manager_->ensure(value, kPinned).wait();
-  manager_->ensure(value, kOther).wait();
-  (void)manager_->prefetch(std::vector<Handle>{large, value}, kDevice);
-  {
-    const c10::cuda::CUDAStream writer = c10::cuda::getStreamFromPool(false, 1);
-    Lease lease =
-        manager_->acquire(one(value), kOther, {.access = Access::kWrite, .stream = named(writer)});
-    ASSERT_EQ(cudaMemsetAsync(tensors(lease, value)[0].mutable_data_ptr(), 2, 4 * kMiB, writer),
-              cudaSuccess);
-    lease.release();
-  }
-  (void)manager_->prefetch(one(value), kDevice);  // refreshes what is stale
-  manager_->acquire(one(value), kDevice).release();
-  manager_->synchronize();
-  EXPECT_EQ(byte_of(value, kDevice), 2);
 }
 
 TEST_F(DeviceTier, WriteComesBehindWhoeverStillReads) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -13,7 +14,9 @@
 #include <gtest/gtest.h>
 
 #include "residency/aten/manager.h"
+#include "residency/cuda/cuda_layer.h"
 #include "tests/aten/fixture.h"
+#include "tests/cuda/fixture.h"
 
 namespace residency::testing {
 
@@ -49,5 +52,57 @@ inline int byte_of(Manager& manager, const Handle& handle, Location at) {
                                  [&](unsigned char each) { return each == found.front(); });
   return equal ? found.front() : -1;
 }
+
+/// A manager with devices. What is left of it is audited at the end.
+class DeviceTier : public CudaTest {
+ protected:
+  DeviceTier() {
+    if (simulated()) {
+      simcuda_reset_counters();
+    }
+  }
+  ~DeviceTier() override {
+    if (!manager_->closed()) {
+      manager_->audit();
+      manager_->close({.force = true});
+    }
+  }
+
+  static std::shared_ptr<Manager> make(std::shared_ptr<DeviceLayer> layer,
+                                       ManagerOptions options = {}) {
+    return create_manager(std::move(options), {.devices = std::move(layer)});
+  }
+  Handle value(std::int64_t nbytes, int byte, Mutability mutability = Mutability::kImmutable) {
+    return testing::value(*manager_, nbytes, byte, mutability);
+  }
+  int byte_of(const Handle& handle, Location at) { return testing::byte_of(*manager_, handle, at); }
+  static Stream named(const c10::cuda::CUDAStream& stream) {
+    return {Location::cuda(stream.device_index()), stream.id()};
+  }
+  /// A consumer's read of the value's first bytes, enqueued.
+  void enqueue_read(const Handle& handle, const c10::cuda::CUDAStream& consumer,
+                    const at::Tensor& into) {
+    const Location at = Location::cuda(consumer.device_index());
+    Lease lease = manager_->acquire(one(handle), at, {.stream = named(consumer)});
+    EXPECT_EQ(cudaMemcpyAsync(into.mutable_data_ptr(), tensors(lease, handle)[0].const_data_ptr(),
+                              static_cast<std::size_t>(into.numel()), cudaMemcpyDefault, consumer),
+              cudaSuccess);
+    lease.release();
+  }
+  static int first_byte(const at::Tensor& tensor) {
+    std::uint8_t byte = 0;
+    EXPECT_EQ(cudaMemcpy(&byte, tensor.const_data_ptr(), 1, cudaMemcpyDefault), cudaSuccess);
+    return byte;
+  }
+  /// The layer's own streams are known to it alone; the simulated runtime holds all there are.
+  static simcuda_counters counters() {
+    simcuda_counters read{};
+    EXPECT_EQ(simcuda_read_counters(-1, &read), 0);
+    return read;
+  }
+
+  std::shared_ptr<DeviceLayer> layer_ = make_cuda_layer();
+  std::shared_ptr<Manager> manager_ = make(layer_);
+};
 
 }  // namespace residency::testing

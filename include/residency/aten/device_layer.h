@@ -1,11 +1,14 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
+
+#include <sys/uio.h>
 
 #include "residency/aten/tensor_block.h"
 #include "residency/core/backend.h"
@@ -36,7 +39,7 @@ class RESIDENCY_API DeviceLayer {
   /// As `Backend::predict_segments`.
   [[nodiscard]] virtual SegmentBytes predict_segments(Location at,
                                                       std::span<const MemoryStep> steps) const = 0;
-  /// Page-locked memory that all staged copies share. Pure query.
+  /// Page-locked memory that the staged copies of a device share. Pure query.
   [[nodiscard]] virtual Bytes staging_bytes() const = 0;
 
   struct Room {
@@ -70,18 +73,32 @@ class RESIDENCY_API DeviceLayer {
                                         std::shared_ptr<TensorBlock> overwrite) = 0;
   /// Enqueues all that `copy` has put off.
   virtual void flush() noexcept = 0;
-  /// Enqueues a copy of which `copy` was told that it is ahead of need, by its fence: in chunks of
-  /// 16 MiB, at most two at a time. Returns when all of it is enqueued: for one worker. All at once
-  /// when told to abandon.
-  virtual void pace(Fence& copy, const std::atomic<bool>& abandon) noexcept = 0;
+  /// Enqueues what there is room for of a copy of which `copy` was told that it is ahead of need,
+  /// by its fence: in chunks of 16 MiB, of which two at most are outstanding in one direction of a
+  /// device, in the order of the first calls; or all that is left, `at_once`. False: to be called
+  /// again, until it is true.
+  [[nodiscard]] virtual bool pace(Fence& copy, bool at_once) noexcept = 0;
 
-  /// The same between a device and pageable memory, in chunks through page-locked buffers. Waits
-  /// on the host until all of it has arrived: for a worker. Ends early, with an error, when told to
-  /// abandon. One ahead of need lets others pass between its chunks. Throws with nothing of it in
-  /// flight.
-  virtual void copy_staged(const TensorBlock& source, const TensorBlock& target,
-                           const std::optional<Stream>& stream, bool ahead_of_need,
-                           const std::atomic<bool>& abandon) = 0;
+  /// What is asked of a transfer while it goes on.
+  struct Signals {
+    bool needed_now = true;            ///< somebody waits for it
+    const std::atomic<bool>& abandon;  ///< it is to end early, with an error
+  };
+  /// The other end of a staged copy.
+  struct HostEnd {
+    /// Fills buffers with the next bytes of the value's storages, in the layout's order, or takes
+    /// the next ones out of them.
+    std::function<void(const std::vector<iovec>&)> transfer;
+    bool is_slow = false;  ///< the buffers are left to others now and then
+  };
+  /// Copies to a device, or from it, in chunks through page-locked buffers. Waits on the host until
+  /// it has arrived: for a worker. Goes on after the bytes that are `done`, to the end when it is
+  /// needed now and the host's end is not slow; otherwise for 16 MiB at most, and not at all while
+  /// others use the buffers that are needed more. False: to be called again. Throws, with nothing
+  /// of it in flight, also what `transfer` throws.
+  [[nodiscard]] virtual bool copy_staged(const TensorBlock& on_device, bool to_device,
+                                         const HostEnd& host, const std::optional<Stream>& stream,
+                                         Bytes& done, const Signals& signals) = 0;
 
   [[nodiscard]] virtual Stream current_stream(Location device) const = 0;
   /// A fence behind the stream's work so far; done where the device is lost and does none. Throws

@@ -25,7 +25,7 @@ struct ExplainedAction {
 };
 
 /// The verdict on one reservation of a plan, or on the one named `staging` that the manager makes
-/// of itself (and keeps): the page-locked buffers of its first staged copy.
+/// of itself (and keeps): the page-locked buffers of the first staged copy of a device.
 struct ExplainedReservation {
   MemoryReservation reservation;
   bool feasible = true;

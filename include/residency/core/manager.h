@@ -106,13 +106,12 @@ class RESIDENCY_API Manager {
   PlanReport execute(std::span<const ResidencyAction> actions, const ExecuteOptions& options = {});
   /// A hint: brings values to a location ahead of need, in this order, as far as they fit. It gives
   /// up nothing, waits for nothing and loads nothing, and stops at the first value that cannot be
-  /// brought like that; the report has an entry for each before it. The copies are made in that
-  /// order in chunks of 16 MiB, at most two at a time, so that copies which are needed now come at
-  /// most two chunks late. Whoever waits for a copy between devices and page-locked memory has the
-  /// rest of it made at once; one of pageable memory or a file keeps its place among those ahead of
-  /// need. Tensors adopted at such a place are copied in one go. Throws `HandleError`,
-  /// `ClosedError`, `ForkError`, and `TransferError` when an earlier transfer of a value is found
-  /// to have failed.
+  /// brought like that; the report has an entry for each before it. The copies begin in
+  /// that order, in chunks of 16 MiB of which at most two are outstanding in one direction of a
+  /// device, so that copies which are needed now come at most two chunks late; one that has to wait
+  /// for a busy stream lets those elsewhere pass, and those of pageable memory and files. Whoever
+  /// waits for a copy makes it one that is needed now. Throws `HandleError`, `ClosedError`,
+  /// `ForkError`, and `TransferError` when an earlier transfer of a value is found to have failed.
   PlanReport prefetch(std::span<const Handle> handles, Location at);
   /// The dry run: same order, same planner, no load, no allocation, no trace, no version.
   [[nodiscard]] Explanation explain(

@@ -1,0 +1,485 @@
+// Copies ahead of need: how much of them is outstanding, what passes them, and what promotes them.
+// Only on the simulated runtime, whose streams stand still when they are told to.
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <thread>
+#include <tuple>
+
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "csrc/aten/storage_cursor.h"
+#include "residency/aten/manager.h"
+#include "residency/core/errors.h"
+#include "tests/aten/fixture.h"
+#include "tests/cuda/fixture.h"
+#include "tests/cuda/tier_fixture.h"
+
+namespace residency::testing {
+namespace {
+
+constexpr std::int64_t kChunk = 16 * kMiB;
+
+class Prefetch : public DeviceTier {
+ protected:
+  static constexpr std::int64_t kNumChunks = 8;
+  static constexpr std::uint64_t kChunkNs = kChunk * 1'000'000'000 / 16'000'000'000;
+
+  void SetUp() override {
+    if (!simulated()) {
+      GTEST_SKIP() << "the simulated runtime tells what comes when";
+    }
+    ASSERT_EQ(simcuda_set("h2d", "16GB/s"), 0) << simcuda_message();
+  }
+  void TearDown() override {
+    if (simulated()) {
+      EXPECT_EQ(simcuda_set("h2d", before_.c_str()), 0) << simcuda_message();
+    }
+  }
+  Handle in_page_locked(std::int64_t nbytes, int byte) {
+    const Handle handle = value(nbytes, byte);
+    manager_->ensure(handle, kPinned).wait();
+    manager_->ensure(handle, kDevice).wait();  // the segment is there from then on
+    manager_->drop(handle, kHost);
+    return handle;
+  }
+  /// A value with fields of so many bytes, all of which are its number.
+  Handle fields(int num_fields, std::int64_t nbytes, bool pinned) {
+    TensorResident::Fields made;
+    for (int i = 0; i < num_fields; ++i) {
+      at::Tensor tensor =
+          at::empty({nbytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(pinned));
+      std::memset(tensor.mutable_data_ptr(), i % 128, tensor.nbytes());
+      made.emplace_back("x" + std::to_string(i), std::move(tensor));
+    }
+    return adopt(*manager_, TensorResident(std::move(made)), {.mode = ReplicaMode::kReplicable});
+  }
+  void expect_fields(const Handle& handle, Location at) {
+    manager_->move(handle, at).wait();
+    manager_->move(handle, kHost).wait();
+    Lease lease = manager_->acquire(one(handle), kHost);
+    const TensorResident& found = tensors(lease, handle);
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      const auto* bytes = static_cast<const char*>(found[i].const_data_ptr());
+      ASSERT_EQ(bytes[0], static_cast<char>(i % 128));
+      ASSERT_EQ(bytes[found[i].nbytes() - 1], static_cast<char>(i % 128));
+    }
+    lease.release();
+  }
+  /// The next value of this size comes at the device where the consumer still reads another.
+  void occupy(std::int64_t nbytes, const c10::cuda::CUDAStream& consumer, const at::Tensor& into) {
+    const Location device = named(consumer).device;
+    const Handle anchor = value(64, 0);
+    manager_->ensure(anchor, device).wait();  // keeps the segment
+    const Handle gone = value(nbytes, 1);
+    manager_->ensure(gone, device).wait();
+    enqueue_read(gone, consumer, into);
+    manager_->drop(gone, device);
+  }
+  static bool is_done(const PlanReport& report) {
+    const std::vector<TransitionRecord> entries = report.entries();
+    return std::all_of(entries.begin(), entries.end(), [](const TransitionRecord& each) {
+      return each.device_elapsed_ns.has_value();
+    });
+  }
+  /// Asks again and again, as to wait would change what it waits for.
+  static void until_done(const PlanReport& report) {
+    while (!is_done(report)) {
+      std::this_thread::yield();
+    }
+  }
+
+  // What follows asks the layer itself, so that no worker goes on meanwhile.
+
+  static std::shared_ptr<const TensorLayout> layout_of(std::int64_t nbytes) {
+    return TensorResident({{"x", at::empty({nbytes}, at::TensorOptions().dtype(at::kByte))}})
+        .layout();
+  }
+  std::shared_ptr<TensorBlock> block(std::int64_t nbytes, Location at) {
+    return at == kHost ? TensorBlock::allocate(layout_of(nbytes))
+                       : layer_->allocate(layout_of(nbytes), at).block;
+  }
+  CopyResult copy(const TensorBlock& source, Location to, bool ahead_of_need,
+                  FencePtr source_ready = nullptr) {
+    CopyRequest request;
+    request.from = source.location();
+    request.to = to;
+    request.source_ready = std::move(source_ready);
+    request.ahead_of_need = ahead_of_need;
+    return layer_->copy(request, source, nullptr);
+  }
+
+  const std::string before_ = simulated() ? simcuda_get("h2d") : "";
+};
+
+TEST_F(Prefetch, NeededCopyComesAtMostTwoChunksLate) {
+  const auto large = block(kNumChunks * kChunk, kPinned);
+  const auto small = block(4096, kPinned);
+  const auto anchor = block(4096, kDevice);
+  const auto time_to_bring = [&] {
+    const std::uint64_t begin = simcuda_now();
+    copy(*small, kDevice, /*ahead_of_need=*/false).ready->wait();
+    return simcuda_now() - begin;
+  };
+  const std::uint64_t alone = time_to_bring();
+  const CopyResult ahead = copy(*large, kDevice, /*ahead_of_need=*/true);
+  EXPECT_FALSE(layer_->pace(*ahead.ready, /*at_once=*/false));
+  const std::uint64_t late = time_to_bring() - alone;
+  EXPECT_GE(late, kChunkNs / 2) << "there is something to pass";
+  EXPECT_LE(late, 2 * kChunkNs + kChunkNs / 10);
+  EXPECT_TRUE(layer_->pace(*ahead.ready, /*at_once=*/true));
+  ahead.ready->wait();
+}
+
+TEST_F(Prefetch, NoMoreThanTwoChunksAreOutstanding) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  const auto large = block(kNumChunks * kChunk, kPinned);
+  const auto other = block(kNumChunks * kChunk, kPinned);
+  Gate gate(producer);
+  const FencePtr ready = layer_->record_use(named(producer));
+  simcuda_reset_counters();
+  const CopyResult first = copy(*large, kDevice, /*ahead_of_need=*/true, ready);
+  const CopyResult second = copy(*other, kDevice, /*ahead_of_need=*/true);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_FALSE(layer_->pace(*first.ready, /*at_once=*/false));
+    EXPECT_FALSE(layer_->pace(*second.ready, /*at_once=*/false));
+    EXPECT_EQ(counters().copies[SIMCUDA_H2D], 2U);
+  }
+  gate.open();
+  while (!layer_->pace(*first.ready, /*at_once=*/false)) {
+    EXPECT_FALSE(layer_->pace(*second.ready, /*at_once=*/false)) << "in their order";
+  }
+  while (!layer_->pace(*second.ready, /*at_once=*/false)) {
+  }
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], 2U * kNumChunks);
+  second.ready->wait();
+}
+
+TEST_F(Prefetch, SmallValuesAreSentManyAtATime) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  const auto anchor = block(4096, kDevice);
+  for (const auto& [nbytes, least, most] :
+       {std::tuple(4096, 200, 512), std::tuple(1 << 20, 16, 32), std::tuple(10 << 20, 2, 3)}) {
+    Gate gate(producer);
+    const FencePtr ready = layer_->record_use(named(producer));
+    const auto source = block(nbytes, kPinned);
+    std::vector<CopyResult> copies;
+    int num_enqueued = 0;
+    for (int i = 0; i < 1000 && num_enqueued == i; ++i) {
+      copies.push_back(copy(*source, kDevice, /*ahead_of_need=*/true, ready));
+      num_enqueued += layer_->pace(*copies.back().ready, /*at_once=*/false) ? 1 : 0;
+    }
+    EXPECT_GE(num_enqueued, least) << nbytes;
+    EXPECT_LE(num_enqueued, most) << nbytes;
+    gate.open();
+    for (const CopyResult& each : copies) {
+      while (!layer_->pace(*each.ready, /*at_once=*/false)) {
+      }
+      each.ready->wait();
+    }
+  }
+}
+
+TEST_F(Prefetch, BoundIsThatOfADeviceAndDirection) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  const auto large = block(kNumChunks * kChunk, kPinned);
+  const auto there = block(kChunk, kDevice);
+  const auto small = block(kChunk, kPinned);
+  Gate gate(producer);
+  const CopyResult stuck =
+      copy(*large, kDevice, /*ahead_of_need=*/true, layer_->record_use(named(producer)));
+  EXPECT_FALSE(layer_->pace(*stuck.ready, /*at_once=*/false));
+  for (const CopyResult& other : {copy(*small, kOther, /*ahead_of_need=*/true),
+                                  copy(*there, kPinned, /*ahead_of_need=*/true)}) {
+    EXPECT_TRUE(layer_->pace(*other.ready, /*at_once=*/false));
+    other.ready->wait();
+  }
+  gate.open();
+  EXPECT_TRUE(layer_->pace(*stuck.ready, /*at_once=*/true));
+  stuck.ready->wait();
+}
+
+TEST_F(Prefetch, OneThatIsStuckKeepsNoOtherWaiting) {
+  TemporaryDirectory directory;
+  manager_ = make(layer_, with_disk(directory));
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  const at::Tensor result = on_device(64);
+  const Handle large = in_page_locked(4 * kChunk, 1);
+  manager_->drop(large, kDevice);
+  const Handle elsewhere = in_page_locked(4096, 2);
+  const Handle back = value(4096, 3);
+  manager_->move(back, kDevice).wait();
+  const Handle pageable = value(4096, 4);
+  const Handle filed = value(4096, 5);
+  manager_->move(filed, kDisk).wait();
+  Gate gate(consumer);
+  occupy(4 * kChunk, consumer, result);
+  const PlanReport stuck = manager_->prefetch(one(large), kDevice);
+  until_done(manager_->prefetch(one(elsewhere), kOther));
+  until_done(manager_->prefetch(one(back), kPinned));
+  until_done(manager_->prefetch(one(pageable), kDevice));
+  until_done(manager_->prefetch(one(filed), kHost));
+  EXPECT_FALSE(is_done(stuck));
+  gate.open();
+  stuck.wait();
+  EXPECT_EQ(byte_of(large, kDevice), 1);
+  EXPECT_EQ(byte_of(elsewhere, kOther), 2);
+  EXPECT_EQ(byte_of(back, kPinned), 3);
+  EXPECT_EQ(byte_of(pageable, kDevice), 4);
+  EXPECT_EQ(byte_of(filed, kHost), 5);
+}
+
+TEST_F(Prefetch, OneOfPageableMemoryThatIsStuckKeepsNoOtherWaiting) {
+  TemporaryDirectory directory;
+  manager_ = make(layer_, with_disk(directory));
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  const at::Tensor result = on_device(64);
+  const Handle first = value(4 * kMiB, 1);
+  const Handle second = value(4096, 2);
+  const Handle filed = value(4096, 3);
+  manager_->move(filed, kDisk).wait();
+  Gate gate(consumer);
+  occupy(4 * kMiB, consumer, result);
+  const PlanReport stuck = manager_->prefetch(one(first), kDevice);
+  until_done(manager_->prefetch(one(second), kDevice));
+  until_done(manager_->prefetch(one(filed), kHost));
+  EXPECT_FALSE(is_done(stuck));
+  gate.open();
+  until_done(stuck);
+  EXPECT_EQ(byte_of(first, kDevice), 1);
+  EXPECT_EQ(byte_of(second, kDevice), 2);
+  EXPECT_EQ(byte_of(filed, kHost), 3);
+}
+
+TEST_F(Prefetch, OfPageableMemoryIsNotBehindCopiesThatWaitOnTheDevice) {
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  const at::Tensor result = on_device(64);
+  const Handle waiting = in_page_locked(4 * kMiB, 1);
+  manager_->drop(waiting, kDevice);
+  const Handle pageable = value(4096, 2);
+  Gate gate(consumer);
+  occupy(4 * kMiB, consumer, result);
+  const ActionReport stuck = manager_->ensure(waiting, kDevice);
+  until_done(manager_->prefetch(one(pageable), kDevice));
+  EXPECT_FALSE(stuck.done());
+  gate.open();
+  EXPECT_EQ(byte_of(waiting, kDevice), 1);
+  EXPECT_EQ(byte_of(pageable, kDevice), 2);
+}
+
+TEST_F(Prefetch, FieldsOfAdoptedTensorsAreSentInChunks) {
+  const Handle handle = fields(600, 64 << 10, /*pinned=*/true);
+  simcuda_reset_counters();
+  until_done(manager_->prefetch(one(handle), kDevice));
+  EXPECT_EQ(simcuda_calls("cudaMemcpyBatchAsync"), 3U) << "600 * 64 KiB in chunks of 16 MiB";
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], 600U);
+  expect_fields(handle, kDevice);
+}
+
+TEST_F(Prefetch, FieldsOfPageableMemoryArePutTogether) {
+  const Handle handle = fields(1000, 1000, /*pinned=*/false);
+  simcuda_reset_counters();
+  until_done(manager_->prefetch(one(handle), kDevice));
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], 1U);
+  expect_fields(handle, kDevice);
+}
+
+TEST_F(Prefetch, FieldsOfPageableMemoryAreCutWhereAChunkEnds) {
+  const Handle handle = fields(7, 5 * kMiB + 100, /*pinned=*/false);
+  until_done(manager_->prefetch(one(handle), kDevice));
+  expect_fields(handle, kDevice);
+}
+
+/// The host's end of a copy out of a block.
+DeviceLayer::HostEnd host_end(const TensorBlock& block) {
+  const auto cursor = std::make_shared<StorageCursor>(block.storages());
+  return {[cursor](const std::vector<iovec>& buffers) { cursor->read(buffers); }};
+}
+
+TEST_F(Prefetch, OfPageableMemoryGoesOnToTheEndOnceItIsNeeded) {
+  const auto source = block(4 * kChunk, kHost);
+  const DeviceLayer::HostEnd from_source = host_end(*source);
+  const auto target = block(4 * kChunk, kDevice);
+  const std::atomic<bool> abandon{false};
+  Bytes done;
+  EXPECT_FALSE(layer_->copy_staged(*target, true, from_source, std::nullopt, done,
+                                   {.needed_now = false, .abandon = abandon}));
+  EXPECT_EQ(done, Bytes(kChunk));
+  EXPECT_TRUE(layer_->copy_staged(*target, true, from_source, std::nullopt, done,
+                                  {.needed_now = true, .abandon = abandon}));
+}
+
+TEST_F(Prefetch, OfPageableMemoryGivesWayAndEndsWhenItIsAbandoned) {
+  const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool();
+  const auto source = block(4096, kHost);
+  const DeviceLayer::HostEnd from_source = host_end(*source);
+  const auto target = block(4096, kDevice);
+  const auto elsewhere = block(4096, kOther);
+  const std::atomic<bool> abandon{false};
+  Gate gate(stream);
+  simcuda_reset_counters();
+  std::thread needed([&] {
+    const auto first = block(4096, kHost);
+    const auto there = block(4096, kDevice);
+    Bytes done;
+    EXPECT_TRUE(layer_->copy_staged(*there, true, host_end(*first), named(stream), done,
+                                    {.needed_now = true, .abandon = abandon}));
+  });
+  while (counters().copies[SIMCUDA_H2D] == 0) {
+    std::this_thread::yield();
+  }
+  Bytes done;
+  EXPECT_FALSE(layer_->copy_staged(*target, true, from_source, std::nullopt, done,
+                                   {.needed_now = false, .abandon = abandon}));
+  EXPECT_EQ(done, Bytes());
+  const std::atomic<bool> abandoned{true};
+  EXPECT_THROW((void)layer_->copy_staged(*target, true, from_source, std::nullopt, done,
+                                         {.needed_now = false, .abandon = abandoned}),
+               UnavailableError);
+  EXPECT_TRUE(layer_->copy_staged(*elsewhere, true, from_source, std::nullopt, done,
+                                  {.needed_now = false, .abandon = abandon}))
+      << "another device has other buffers";
+  gate.open();
+  needed.join();
+}
+
+TEST_F(Prefetch, BringsValuesInTheirOrder) {
+  const Handle large = in_page_locked(kNumChunks * kChunk, 1);
+  const Handle other = in_page_locked(kNumChunks * kChunk, 2);
+  manager_->drop(large, kDevice);
+  manager_->drop(other, kDevice);
+  simcuda_reset_counters();
+  const PlanReport report = manager_->prefetch(std::vector{large, other}, kDevice);
+  ASSERT_EQ(report.size(), 2U);
+  EXPECT_EQ(counters().busy_host_syncs, 0U);
+  while (!report.entries().back().device_elapsed_ns.has_value()) {
+    std::this_thread::yield();
+  }
+  EXPECT_TRUE(is_done(report));
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], 2U * kNumChunks);
+  EXPECT_EQ(byte_of(large, kDevice), 1);
+  EXPECT_EQ(byte_of(other, kDevice), 2);
+}
+
+TEST_F(Prefetch, WhoeverWaitsHasTheRestEnqueuedAtOnce) {
+  const Handle large = in_page_locked(kNumChunks * kChunk, 1);
+  manager_->drop(large, kDevice);
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  simcuda_reset_counters();
+  (void)manager_->prefetch(one(large), kDevice);
+  Lease lease =
+      manager_->acquire(one(large), kDevice, {.stream = named(consumer), .may_block = false});
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], static_cast<std::uint64_t>(kNumChunks));
+  EXPECT_EQ(counters().busy_host_syncs, 0U);
+  std::uint8_t last = 0;
+  const at::Tensor& tensor = tensors(lease, large)[0];
+  ASSERT_EQ(
+      cudaMemcpyAsync(
+          &last, static_cast<const std::uint8_t*>(tensor.const_data_ptr()) + tensor.numel() - 1, 1,
+          cudaMemcpyDeviceToHost, consumer),
+      cudaSuccess);
+  ASSERT_EQ(cudaStreamSynchronize(consumer), cudaSuccess);
+  EXPECT_EQ(last, 1);
+  lease.release();
+}
+
+TEST_F(Prefetch, ComesBehindWhoeverStillUsesTheMemory) {
+  const Handle anchor = value(64, 0);
+  manager_->ensure(anchor, kDevice).wait();  // keeps the segment
+  const Handle gone = in_page_locked(4 * kMiB, 1);
+  const Handle next = value(4 * kMiB, 2);
+  manager_->ensure(next, kPinned).wait();
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  const at::Tensor result = on_device(64);
+  Gate gate(consumer);
+  enqueue_read(gone, consumer, result);
+  manager_->drop(gone, kDevice);
+  simcuda_reset_counters();
+  const PlanReport report = manager_->prefetch(one(next), kDevice);
+  while (counters().copies[SIMCUDA_H2D] == 0) {
+    std::this_thread::yield();
+  }
+  gate.open();
+  report.wait();
+  EXPECT_GT(report.entries().front().device_elapsed_ns.value_or(0), 0);
+  manager_->synchronize();
+  EXPECT_EQ(first_byte(result), 1);
+  EXPECT_EQ(byte_of(next, kDevice), 2);
+}
+
+TEST_F(Prefetch, OfPageableMemoryLetsOthersPass) {
+  const Handle large = value(16 * kChunk, 1);
+  const Handle needed = value(kChunk, 2);
+  simcuda_reset_counters();
+  const PlanReport report = manager_->prefetch(one(large), kDevice);
+  while (counters().copies[SIMCUDA_H2D] == 0) {
+    std::this_thread::yield();
+  }
+  const std::uint64_t before = counters().copied_bytes[SIMCUDA_H2D];
+  manager_->ensure(needed, kDevice).wait();
+  EXPECT_LE(counters().copied_bytes[SIMCUDA_H2D] - before, 3U * kChunk);
+  report.wait();
+  EXPECT_EQ(byte_of(large, kDevice), 1);
+  EXPECT_EQ(byte_of(needed, kDevice), 2);
+}
+
+TEST_F(Prefetch, ClosingTakesItAlong) {
+  const Handle large = in_page_locked(kNumChunks * kChunk, 1);
+  manager_->drop(large, kDevice);
+  simcuda_reset_counters();
+  (void)manager_->prefetch(one(large), kDevice);
+  manager_->close({.wait = false, .force = true});
+  while (counters().copies[SIMCUDA_H2D] < kNumChunks) {  // nothing of it is left behind
+    std::this_thread::yield();
+  }
+}
+
+// The rest of an earlier copy ahead of need must not come after one that was demanded since.
+TEST_F(Prefetch, ComesBehindOneThatIsNotEnqueuedYet) {
+  const Handle anchor = value(64, 0);
+  manager_->ensure(anchor, kDevice).wait();  // keeps the segment
+  const Handle first = value(4 * kMiB, 1);
+  const Handle second = value(4 * kMiB, 2);
+  const Handle large = in_page_locked(kNumChunks * kChunk, 3);
+  manager_->drop(large, kDevice);
+  for (const Handle& handle : {first, second}) {
+    manager_->ensure(handle, kPinned).wait();
+    manager_->drop(handle, kHost);
+  }
+  // The worker is busy with the large one, so that this is not enqueued.
+  (void)manager_->prefetch(std::vector<Handle>{large, first}, kDevice);
+  manager_->drop(first, kDevice);
+  (void)manager_->prefetch(one(second), kDevice);  // comes where the first was to come
+  manager_->acquire(one(second), kDevice).release();
+  manager_->synchronize();
+  EXPECT_EQ(byte_of(second, kDevice), 2);
+  EXPECT_EQ(byte_of(large, kDevice), 3);
+}
+
+TEST_F(Prefetch, OfOldBytesDoesNotOverwriteNewOnes) {
+  const Handle value = this->value(4 * kMiB, 1, Mutability::kMutable);
+  const Handle large = in_page_locked(kNumChunks * kChunk, 3);
+  manager_->drop(large, kDevice);
+  manager_->ensure(value, kPinned).wait();
+  manager_->ensure(value, kOther).wait();
+  (void)manager_->prefetch(std::vector<Handle>{large, value}, kDevice);
+  {
+    const c10::cuda::CUDAStream writer = c10::cuda::getStreamFromPool(false, 1);
+    Lease lease =
+        manager_->acquire(one(value), kOther, {.access = Access::kWrite, .stream = named(writer)});
+    ASSERT_EQ(cudaMemsetAsync(tensors(lease, value)[0].mutable_data_ptr(), 2, 4 * kMiB, writer),
+              cudaSuccess);
+    lease.release();
+  }
+  (void)manager_->prefetch(one(value), kDevice);  // refreshes what is stale
+  manager_->acquire(one(value), kDevice).release();
+  manager_->synchronize();
+  EXPECT_EQ(byte_of(value, kDevice), 2);
+}
+
+}  // namespace
+}  // namespace residency::testing
