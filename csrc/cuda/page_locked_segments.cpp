@@ -1,6 +1,8 @@
 #include "csrc/cuda/page_locked_segments.h"
 
 #include <algorithm>
+#include <array>
+#include <cstdlib>
 #include <fstream>
 #include <new>
 #include <string>
@@ -14,6 +16,7 @@
 #include <unistd.h>
 
 #include "csrc/cuda/event_fence.h"
+#include "csrc/cuda/numa_node.h"
 #include "csrc/cuda/runtime.h"
 #include "csrc/cuda/streams.h"
 #include "residency/core/errors.h"
@@ -65,6 +68,19 @@ void touch_in_parallel(void* data, std::size_t nbytes) {
   for (std::thread& thread : threads) {
     thread.join();
   }
+}
+
+/// Page-locked memory is one location for all devices. The current device is the one that the bytes
+/// come from where they come from a device, and otherwise the best guess of where they will go.
+std::optional<int> node_of_current_device() {
+  std::array<char, 32> pci_id{};
+  if (cudaDeviceGetPCIBusId(pci_id.data(), static_cast<int>(pci_id.size()),
+                            c10::cuda::current_device()) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return std::nullopt;
+  }
+  const char* sysfs = std::getenv("RESIDENCY_SYSFS");  // of tests
+  return node_of_pci_device(pci_id.data(), sysfs != nullptr ? sysfs : "/sys");
 }
 
 std::optional<std::int64_t> number_in(const std::string& path) {
@@ -158,6 +174,9 @@ SegmentSource::Segment PageLockedSegments::make(Bytes nbytes) {
     throw std::bad_alloc();
   }
   try {
+    if (const std::optional<int> node = node_of_current_device()) {
+      (void)prefer_node(data, size, *node);
+    }
     touch_in_parallel(data, size);
   } catch (...) {
     ::munmap(data, size);

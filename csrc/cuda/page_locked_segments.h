@@ -13,6 +13,9 @@ namespace residency {
 /// Large ranges are whole pages and have a slab for themselves, or one that another left: what is
 /// booked is what is locked. Small ones share slabs, which grow with what there is, by 1/128, so
 /// that little is locked that is not used.
+///
+/// On a machine with several memory nodes a slab is on the one nearest to the calling thread's
+/// current device, where that can be had.
 class PageLockedSegments final : public SegmentSource {
  public:
   static constexpr Bytes kAlignment = Bytes(64);
