@@ -276,7 +276,9 @@ TEST_F(DeviceFault, StreamThatCannotBeMadeIsTriedAgain) {
 }
 
 TEST_F(DeviceFault, CopyAheadOfNeedIsTriedAgain) {
-  fail_each_call("cudaMemcpyAsync", &run_ahead_of_need);
+  for (const char* entry_point : {"cudaMemcpyAsync", "cudaEventRecord"}) {
+    fail_each_call(entry_point, &run_ahead_of_need);
+  }
 }
 
 TEST_F(DeviceFault, WaitsThatFailLoseNothing) {
