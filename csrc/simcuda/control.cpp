@@ -245,7 +245,19 @@ int simcuda_fail(const char* entry_point, uint64_t skip, uint64_t count, int err
                   "' is no function of the runtime or driver");
   }
   if (count > 0 && error == 0) return refuse("an error other than success is expected");
-  EntryPoint::named(entry_point).inject({skip, count, error});
+  EntryPoint::named(entry_point).inject({{skip, count}, error});
+  return accept();
+}
+
+int simcuda_keep_order_secret(const char* entry_point, uint64_t skip, uint64_t count) {
+  Hidden hidden;
+  std::string_view name = entry_point ? entry_point : "";
+  if (name != "cudaStreamWaitEvent" && name != "cudaEventSynchronize" && name != "cudaEventQuery") {
+    return refuse(
+        "cudaStreamWaitEvent, cudaEventSynchronize or cudaEventQuery is expected, which "
+        "put things in order by an event");
+  }
+  EntryPoint::named(entry_point).keep_order_secret({skip, count});
   return accept();
 }
 

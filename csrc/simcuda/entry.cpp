@@ -47,21 +47,37 @@ int EntryPoint::enter(Cost cost) {
   return injected_error();
 }
 
+bool EntryPoint::Selection::takes_next() {
+  if (skip > 0) {
+    --skip;
+    return false;
+  }
+  if (count == 0) return false;
+  --count;
+  return true;
+}
+
 int EntryPoint::injected_error() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (fault_.skip > 0) {
-    --fault_.skip;
-    return cudaSuccess;
-  }
-  if (fault_.count == 0) return cudaSuccess;
-  --fault_.count;
-  return fault_.error;
+  return fault_.calls.takes_next() ? fault_.error : cudaSuccess;
 }
 
 void EntryPoint::inject(Fault fault) {
   std::lock_guard<std::mutex> lock(mutex_);
   fault_ = fault;
-  armed_ = fault.count > 0;
+  armed_ = fault.calls.count > 0;
+}
+
+bool EntryPoint::keeps_order_secret() {
+  if (!any_secret_.load(std::memory_order_relaxed)) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return secret_.takes_next();
+}
+
+void EntryPoint::keep_order_secret(Selection calls) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  secret_ = calls;
+  any_secret_ = calls.count > 0;
 }
 
 void reset_call_counts() {

@@ -32,20 +32,32 @@ class EntryPoint {
   uint64_t num_calls() const { return num_calls_.load(std::memory_order_relaxed); }
   void reset_calls() { num_calls_ = 0; }
 
-  struct Fault {
+  // Of the coming calls, `count` after the first `skip`.
+  struct Selection {
     uint64_t skip = 0;
     uint64_t count = 0;
+
+    bool takes_next();
+  };
+  struct Fault {
+    Selection calls;
     int error = 0;
   };
   void inject(Fault fault);
+
+  // Whether the race checker is not to know what this call puts in order.
+  bool keeps_order_secret();
+  void keep_order_secret(Selection calls);
 
  private:
   int injected_error();
 
   std::atomic<uint64_t> num_calls_{0};
   std::atomic<bool> armed_{false};
+  std::atomic<bool> any_secret_{false};
   std::mutex mutex_;
-  Fault fault_;  // guarded by mutex_
+  Fault fault_;       // guarded by mutex_
+  Selection secret_;  // guarded by mutex_
 };
 
 void reset_call_counts();

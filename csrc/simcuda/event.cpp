@@ -37,7 +37,8 @@ cudaError_t record(cudaEvent_t event_handle, cudaStream_t stream_handle, unsigne
   return cudaSuccess;
 }
 
-cudaError_t wait(cudaStream_t stream_handle, cudaEvent_t event_handle, unsigned flags) {
+cudaError_t wait(cudaStream_t stream_handle, cudaEvent_t event_handle, unsigned flags,
+                 EntryPoint& entry_point) {
   if ((flags & ~static_cast<unsigned>(cudaEventWaitExternal)) != 0) return cudaErrorInvalidValue;
   StreamPtr stream;
   if (cudaError_t error = open_stream(stream_handle, stream)) return error;
@@ -56,6 +57,7 @@ cudaError_t wait(cudaStream_t stream_handle, cudaEvent_t event_handle, unsigned 
     stream->capture->invalidated = true;
     return cudaErrorStreamCaptureIsolation;
   }
+  spec.secret_order = entry_point.keeps_order_secret();
   stream->enqueue(lock, std::move(spec), {event->record});
   return cudaSuccess;
 }
@@ -107,7 +109,7 @@ SIMCUDA_EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t strea
 SIMCUDA_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
                                                unsigned flags) {
   SIMCUDA_ENTER(cudaStreamWaitEvent, kHostCall);
-  return fail(wait(stream, event, flags));
+  return fail(wait(stream, event, flags, entry_point));
 }
 
 SIMCUDA_EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle) {
@@ -119,6 +121,7 @@ SIMCUDA_EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle) {
     Clock::Lock lock(runtime().clock.mutex);
     if (!runtime().clock.is_done(lock, operation)) return cudaErrorNotReady;
   }
+  SecretOrder secret(operation && entry_point.keeps_order_secret());
   if (operation && !operation->wait_until_run_or_blocked()) return cudaErrorNotReady;
   return cudaSuccess;
 }
@@ -128,6 +131,7 @@ SIMCUDA_EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   EventPtr event;
   OperationPtr operation;
   if (cudaError_t error = open_record(handle, event, operation)) return fail(error);
+  SecretOrder secret(operation && entry_point.keeps_order_secret());
   synchronize(event->device, {operation});
   return fail(static_cast<cudaError_t>(event->device.broken.load()));
 }

@@ -44,6 +44,7 @@ struct OperationSpec {
   uint64_t launch_ns = 0;                  // from the enqueue to the earliest start
   std::shared_ptr<Body> body = nullptr;    // null: nothing really runs
   std::shared_ptr<Event> event = nullptr;  // of a record or wait that a graph holds
+  bool secret_order = false;               // the race checker is not told what it waits for
 };
 
 // Where an operation stands on the virtual clock. Guarded by the clock's mutex.

@@ -76,6 +76,18 @@ class [[nodiscard]] Visible {
   int suspended_depth_;
 };
 
+// Whether the thread keeps to itself what it is ordered after.
+inline thread_local bool t_keeps_order_secret = false;
+
+// In this scope, when told to, the race checker does not learn what the thread is ordered after.
+class [[nodiscard]] SecretOrder {
+ public:
+  explicit SecretOrder(bool secret) { t_keeps_order_secret = secret; }
+  ~SecretOrder() { t_keeps_order_secret = false; }
+  SecretOrder(const SecretOrder&) = delete;
+  SecretOrder& operator=(const SecretOrder&) = delete;
+};
+
 // What the thread did so far is ordered before what follows order_after(token) in another.
 inline void order_before(void* token) {
   if (!race_checker_present()) return;
@@ -84,7 +96,7 @@ inline void order_before(void* token) {
 }
 
 inline void order_after(void* token) {
-  if (!race_checker_present()) return;
+  if (!race_checker_present() || t_keeps_order_secret) return;
   Visible visible;
   AnnotateHappensAfter(__FILE__, __LINE__, token);
 }

@@ -342,7 +342,10 @@ void Stream::rest() {
 }
 
 void Stream::run(Operation& operation, uint64_t& random) {
-  for (const OperationPtr& other : operation.waits_for) other->wait_until_run();
+  {
+    SecretOrder secret(operation.spec.secret_order);
+    for (const OperationPtr& other : operation.waits_for) other->wait_until_run();
+  }
   operation.waits_for.clear();
   order_after(&operation);
   sleep_at_most(time_ns(kJitter), random);

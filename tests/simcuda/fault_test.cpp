@@ -133,6 +133,13 @@ TEST_F(FaultTest, BadSettingsSayWhatWasExpected) {
   EXPECT_STREQ(simcuda_message(), "");
 }
 
+TEST_F(FaultTest, OrderIsKeptSecretOnlyByWhatPutsThingsInOrder) {
+  EXPECT_EQ(simcuda_keep_order_secret("cudaEventRecord", 0, 1), -1);
+  EXPECT_NE(std::string(simcuda_message()).find("cudaStreamWaitEvent"), std::string::npos);
+  EXPECT_EQ(simcuda_keep_order_secret(nullptr, 0, 1), -1);
+  EXPECT_EQ(simcuda_keep_order_secret("cudaEventQuery", 0, 0), 0) << simcuda_message();
+}
+
 TEST_F(FaultTest, WrongEnvironmentEndsTheProcessWithOneLine) {
   auto run_with = [](const std::string& variable) {
     std::string self = "/proc/" + std::to_string(getpid()) + "/exe";

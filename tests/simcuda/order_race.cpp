@@ -77,6 +77,25 @@ bool run(const std::string& name) {
     cudaEventRecord(s.event, s.copies);
     cudaEventSynchronize(s.event);
     s.source[0] = 1;
+  } else if (name == "missing_secret_event_wait") {
+    s.upload();
+    simcuda_keep_order_secret("cudaStreamWaitEvent", 0, 1);
+    s.order();
+    s.download(s.computes);
+  } else if (name == "skipped_secret_event_wait") {
+    simcuda_keep_order_secret("cudaStreamWaitEvent", 1, 1);
+    s.upload();
+    s.order();
+    s.download(s.computes);
+  } else if (name == "early_write_after_secret_synchronise") {
+    s.upload();
+    cudaEventRecord(s.event, s.copies);
+    simcuda_keep_order_secret("cudaEventSynchronize", 0, 1);
+    cudaEventSynchronize(s.event);
+    s.source[0] = 1;
+  } else if (name == "missing_last_use_after_secret_query") {
+    simcuda_keep_order_secret("cudaEventQuery", 0, 1);
+    reuse_block(s, true);
   } else if (name == "early_write_of_source") {
     s.upload();
     s.source[0] = 1;

@@ -126,6 +126,11 @@ SIMCUDA_API uint64_t simcuda_pending(void* stream);         /* enqueued and not 
 /* Of the coming calls of an entry point, the first `skip` pass and the next `count` return `error`
  * (a cudaError_t or CUresult) without doing anything. Count 0 takes it back. */
 SIMCUDA_API int simcuda_fail(const char* entry_point, uint64_t skip, uint64_t count, int error);
+/* Of the coming calls that put things in order by an event (cudaStreamWaitEvent, cudaEventSynchronize, or
+ * cudaEventQuery where it answers that the event has come), the first `skip` pass and the next `count` do
+ * what they always do without a race checker being told: it then reports what nothing else orders. Calls
+ * about an event that was never recorded are not counted. Count 0 takes it back. */
+SIMCUDA_API int simcuda_keep_order_secret(const char* entry_point, uint64_t skip, uint64_t count);
 /* The device fails for good, as after an illegal access: every call on it returns `error`. */
 SIMCUDA_API int simcuda_break_device(int device, int error);
 
