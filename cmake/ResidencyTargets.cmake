@@ -87,9 +87,9 @@ endfunction()
 
 # One test program of GoogleTest cases, each a ctest of its own under LABEL. The cases are asked of
 # the program when ctest starts, not when it is linked, so that a crash at start is a failed test
-# and not a failed build.
+# and not a failed build. FILTER chooses among them as GoogleTest's own does.
 function(residency_gtest target label)
-  cmake_parse_arguments(PARSE_ARGV 2 arg "" "TIMEOUT" "SOURCES;LIBRARIES;ENVIRONMENT")
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "TIMEOUT;FILTER" "SOURCES;LIBRARIES;ENVIRONMENT")
   if(NOT arg_SOURCES)
     return()
   endif()
@@ -99,10 +99,14 @@ function(residency_gtest target label)
   add_executable(${target} ${arg_SOURCES})
   residency_own_target(${target})
   target_link_libraries(${target} PRIVATE ${arg_LIBRARIES} GTest::gmock GTest::gtest_main)
-  set(environment RESIDENCY_PYTHON=${RESIDENCY_PYTHON} ${arg_ENVIRONMENT})
-  # The list goes through a generated script, which would take it apart.
-  list(JOIN environment "\\;" environment)
-  gtest_discover_tests(${target} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
+  if(arg_ENVIRONMENT)
+    # Of the property only the first variable would get through the generated scripts.
+    set_target_properties(${target} PROPERTIES CROSSCOMPILING_EMULATOR "env;${arg_ENVIRONMENT}")
+  endif()
+  if(NOT arg_FILTER)
+    set(arg_FILTER *)
+  endif()
+  gtest_discover_tests(${target} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 TEST_FILTER ${arg_FILTER}
     PROPERTIES LABELS ${label} TIMEOUT ${arg_TIMEOUT}
-      ENVIRONMENT "${environment}")
+      ENVIRONMENT RESIDENCY_PYTHON=${RESIDENCY_PYTHON})
 endfunction()

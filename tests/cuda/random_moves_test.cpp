@@ -1,6 +1,7 @@
 // Random calls on values that travel through all tiers, with consumers and producers on streams:
 // whoever reads must find what was written last.
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <random>
@@ -122,9 +123,10 @@ class RandomMoves : public CudaTest {
       ASSERT_EQ(
           cudaMemcpy(found.data(), read.into.const_data_ptr(), found.size(), cudaMemcpyDefault),
           cudaSuccess);
-      for (const unsigned char each : found) {
-        ASSERT_EQ(each, read.byte) << read.what << ", RESIDENCY_SEED=" << seed_;
-      }
+      const auto wrong = std::find_if(found.begin(), found.end(),
+                                      [&](unsigned char each) { return each != read.byte; });
+      ASSERT_EQ(wrong - found.begin(), read.into.numel())
+          << "is wrong: " << read.what << ", RESIDENCY_SEED=" << seed_;
     }
     reads_.clear();
   }
