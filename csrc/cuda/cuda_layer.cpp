@@ -231,8 +231,9 @@ FencePtr Enqueuing::enqueue_on(Lane& lane) {
 
 /// For what is done besides the stream in question: the caller's current streams at the current
 /// device and at `at` are those that a capture would be of.
-void refuse_while_caller_captures(Location at, std::string_view what) {
-  const Location current = Location::cuda(c10::cuda::current_device());
+void refuse_while_caller_captures(Location at, std::string_view what,
+                                  c10::DeviceIndex current_device = c10::cuda::current_device()) {
+  const Location current = Location::cuda(current_device);
   const auto refuse_at = [&](Location device) {
     refuse_while_capturing(c10::cuda::getCurrentCUDAStream(index_of(device)).stream(), device,
                            what);
@@ -365,9 +366,10 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
                            std::shared_ptr<TensorBlock> overwrite) {
   const bool to_device = request.to.is_cuda();
   const Location device = to_device ? request.to : request.from;
-  refuse_while_caller_captures(device, "nothing is moved");
+  const c10::DeviceIndex current = c10::cuda::current_device();
+  refuse_while_caller_captures(device, "nothing is moved", current);
   std::optional<c10::cuda::CUDAGuard> guard;
-  if (c10::cuda::current_device() != index_of(device)) {  // it costs more than the question
+  if (current != index_of(device)) {  // it costs more than the question
     guard.emplace(index_of(device));
   }
   DeviceStreams& streams = streams_of(device);

@@ -250,7 +250,7 @@ TEST_F(DeviceFault, EachCallFailsOnceAndNoValueIsLost) {
 TEST_F(DeviceFault, CallsWhoseFailureIsMadeUpFor) {
   for (const char* entry_point :
        {"cudaEventQuery", "cudaEventSynchronize", "cudaThreadExchangeStreamCaptureMode",
-        "cudaMemcpyBatchAsync", "cudaEventElapsedTime"}) {
+        "cudaMemcpyBatchAsync", "cudaEventElapsedTime", "cudaDeviceGetPCIBusId"}) {
     fail_each_call(entry_point, &run_scenario);
   }
 }
