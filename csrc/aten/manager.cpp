@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <span>
 #include <stdexcept>
 #include <typeinfo>
@@ -82,7 +83,7 @@ Handle adopt(Manager& manager, TensorResident value, const AdoptOptions& options
   }
   const ValueSpec spec = spec_of(block->tensor_layout(), options.mode,
                                  Recoverability::kMustPreserve, options.mutability);
-  if (!options.rehome) {
+  if (!options.rehome || manager.closed()) {
     return manager.adopt(block, spec, options.type, std::move(ready));
   }
   CopyRequest request;
@@ -93,6 +94,9 @@ Handle adopt(Manager& manager, TensorResident value, const AdoptOptions& options
   CopyResult copied = backend.copy(request);
   if (!at.is_cuda() && copied.ready != nullptr) {
     copied.ready->wait();  // memory of the host is its owner's again when the call returns
+    if (const auto error = copied.ready->error(); error != nullptr) {
+      std::rethrow_exception(error);
+    }
   }
   try {
     return manager.adopt(copied.block, spec, options.type, copied.ready);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -303,11 +304,13 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
       ledger_.account(each.to).charge(each.charge);
     }
   }
-  if (verdict.staging != Bytes()) {
-    // It stays, whatever comes of this action: others are admitted with it from now on.
-    ledger_.account(Location::pinned_host()).reserve_staging(verdict.staging);
-    ledger_.account(staging_device(verdict)).has_staging = true;
-    ledger_.list(Location::pinned_host());
+  const auto staging = staging_use(*backend_, verdict);
+  if (staging.has_value()) {
+    Account& device = ledger_.account(staging->device);
+    ++device.num_staged;
+    if (!std::exchange(device.has_staging, true)) {
+      ledger_.account(Location::pinned_host()).reserve_staging(staging->nbytes);
+    }
   }
   const std::uint32_t content_epoch = record.content_epoch;
   Inputs inputs = collect_inputs(record, verdict);
@@ -326,8 +329,18 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
         ledger_.account(each.to).used -= each.charge;
       }
     }
+    if (staging.has_value()) {
+      Account& device = ledger_.account(staging->device);
+      if (--device.num_staged == 0) {  // or others were admitted with it
+        device.has_staging = false;
+        ledger_.account(Location::pinned_host()).release_staging(staging->nbytes);
+      }
+    }
     append_failed(entry, plan);
     throw;
+  }
+  if (staging.has_value()) {
+    ledger_.list(Location::pinned_host());
   }
 
   const bool fails_later = made.fence && can_fail_later(made.path);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <deque>
 #include <optional>
 #include <vector>
@@ -18,12 +19,15 @@ struct Account {
   std::optional<Bytes> limit{};  ///< of the system; only in a simulation
   Bytes used{};                  ///< materializations, temporary loads, escaped memory
   Bytes reserved{};              ///< open reservations, and `staging`
-  Bytes staging{};   ///< buffers that staged copies go through
-  Bytes retiring{};  ///< given up, but something still reads it
-  Bytes escaped{};   ///< part of used: given up, but others keep the memory alive
+  Bytes staging{};               ///< buffers that staged copies go through
+  Bytes retiring{};              ///< given up, but something still reads it
+  Bytes escaped{};               ///< part of used: given up, but others keep the memory alive
   Bytes peak_used{};
   Bytes peak_charged{};  ///< of used + reserved
-  bool has_staging = false;  ///< of a device: its buffers are among those at pinned-host
+  /// Of a device: its buffers are among those at pinned-host; how many copies were admitted with
+  /// them and have not failed at once.
+  bool has_staging = false;
+  std::uint64_t num_staged = 0;
   bool listed = false;
 
   void note_peaks() {
@@ -41,6 +45,10 @@ struct Account {
   void reserve_staging(Bytes bytes) {
     staging += bytes;
     reserve(bytes);
+  }
+  void release_staging(Bytes bytes) {
+    staging -= bytes;
+    reserved -= bytes;
   }
 
   /// Bytes by which `requested` is beyond the budget. Without one the limit is what can be counted.

@@ -308,9 +308,9 @@ class Plan {
       if (each.kind == TransitionKind::kReconstruct || each.kind == TransitionKind::kCopy) {
         admit(world_.account(each.to), each.charge);
       }
-      if (each.kind == TransitionKind::kCopy || each.kind == TransitionKind::kRefresh) {
-        admit_staging(each);
-      }
+    }
+    if (verdict_.feasible()) {
+      admit_staging();
     }
   }
   void admit(const Account& account, Bytes nbytes) {
@@ -324,12 +324,11 @@ class Plan {
       refuse(Reason::kOverBudget);
     }
   }
-  void admit_staging(const Transition& copy) {
-    const Bytes nbytes = world_.backend().staging_bytes(copy.from, copy.to);
-    if (nbytes != Bytes() && verdict_.feasible() &&
-        !world_.account(staging_device(copy)).has_staging) {
-      verdict_.staging = nbytes;
-      admit(world_.account(Location::pinned_host()), nbytes);
+  void admit_staging() {
+    const auto staging = staging_use(world_.backend(), verdict_);
+    if (staging.has_value() && !world_.account(staging->device).has_staging) {
+      verdict_.staging = staging->nbytes;
+      admit(world_.account(Location::pinned_host()), staging->nbytes);
     }
   }
 
@@ -367,11 +366,17 @@ const Residence* cheapest_in_memory(const World& world, const ValueView& value) 
   return cheapest(world, value, [](const Residence& each) { return !each.location.is_disk(); });
 }
 
-Location staging_device(const Verdict& verdict) {
-  const auto* copy = std::ranges::find_if(verdict.transitions, [](const Transition& each) {
-    return each.kind == TransitionKind::kCopy || each.kind == TransitionKind::kRefresh;
-  });
-  return staging_device(*copy);
+std::optional<StagingUse> staging_use(const Backend& backend, const Verdict& verdict) {
+  for (std::size_t i = 0; i < verdict.num_transitions; ++i) {
+    const Transition& each = verdict.transitions[i];
+    if (each.kind == TransitionKind::kCopy || each.kind == TransitionKind::kRefresh) {
+      const Bytes nbytes = backend.staging_bytes(each.from, each.to);
+      return nbytes != Bytes()
+                 ? std::optional(StagingUse{each.to.is_cuda() ? each.to : each.from, nbytes})
+                 : std::nullopt;
+    }
+  }
+  return std::nullopt;
 }
 
 Verdict plan_action(World& world, const ResidencyAction& action) {

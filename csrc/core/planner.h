@@ -1,6 +1,9 @@
 #pragma once
 
+#include <optional>
+
 #include "residency/core/action.h"
+#include "residency/core/backend.h"
 #include "residency/core/verdict.h"
 #include "world.h"
 
@@ -14,12 +17,12 @@ namespace residency {
 /// which the caller plans again.
 [[nodiscard]] Verdict plan_action(World& world, const ResidencyAction& action);
 
-/// The end of a staged copy that is a device.
-[[nodiscard]] inline Location staging_device(const Transition& copy) {
-  return copy.to.is_cuda() ? copy.to : copy.from;
-}
-/// That of the copy of a verdict with `staging`.
-[[nodiscard]] Location staging_device(const Verdict& verdict);
+/// The page-locked buffers that an action's copy goes through.
+struct StagingUse {
+  Location device;
+  Bytes nbytes;
+};
+[[nodiscard]] std::optional<StagingUse> staging_use(const Backend& backend, const Verdict& verdict);
 
 /// Whether `nbytes` can be reserved: kReleased (it fits), kOverBudget, kLocationUnavailable.
 /// `waits` as above.

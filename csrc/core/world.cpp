@@ -207,9 +207,10 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
     account.used -= residence.charge;
     if (retires) {
       account.retiring += residence.charge;
-      return;  // when it goes depends on a worker
     }
-    note_given_back(residence);
+    if (!retires && !residence.read_by_worker) {  // or when it goes depends on a worker
+      note_given_back(residence);
+    }
   };
   const auto retires = [&](const Residence& residence) {
     return residence.read_by_copy && !backend_.reuses_in_device_order(residence.location);
@@ -238,7 +239,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
   }
   if (verdict.staging != Bytes()) {
     overlaid(Location::pinned_host()).reserve_staging(verdict.staging);
-    overlaid(staging_device(verdict)).has_staging = true;
+    overlaid(staging_use(backend_, verdict)->device).has_staging = true;
   }
   bool in_flight = false;  // the copy of this action completes on a worker
   std::optional<Location> read_from;
@@ -256,6 +257,8 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
         read_from = each.from;
         if (Residence* source = view.find(each.from); source != nullptr) {
           source->read_by_copy |= in_flight;
+          source->read_by_worker |= !backend_.reuses_in_device_order(each.from) ||
+                                    !backend_.reuses_in_device_order(each.to);
         }
         if (each.kind == TransitionKind::kCopy) {
           view.residences.push_back({.location = each.to,

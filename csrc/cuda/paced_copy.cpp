@@ -116,7 +116,7 @@ bool PacedCopy::enqueue_next() noexcept {
 }
 
 bool PacedCopy::pace(bool at_once) noexcept {
-  constexpr int kMostFailures = 100;  // after that it is left to whoever waits
+  constexpr int kMostFailures = 100;  // where there is no more time for it
   const std::lock_guard lock(lane_.mutex);
   if (!is_queued_) {
     try {
@@ -126,7 +126,7 @@ bool PacedCopy::pace(bool at_once) noexcept {
     }
     is_queued_ = true;
   }
-  while (!is_recorded_ && num_failed_ < kMostFailures) {
+  while (!is_recorded_ && !(at_once && num_failed_ >= kMostFailures)) {
     if (!at_once && (lane_.queue.front() != this || !lane_.has_room())) {
       return false;
     }
@@ -167,6 +167,14 @@ void PacedCopy::wait() {
   if (!try_for_a_second(attempt)) {
     const std::lock_guard lock(mutex_);
     if (!is_recorded_) {
+      // Nothing orders what comes after it behind the chunks that were enqueued, nor behind what
+      // they came after.
+      for (const FencePtr& fence : after_) {
+        if (fence != nullptr) {
+          fence->wait();
+        }
+      }
+      (void)cudaStreamSynchronize(stream());
       fence_->fail(cudaErrorUnknown);
       is_recorded_ = true;
     }

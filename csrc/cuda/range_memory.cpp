@@ -189,6 +189,9 @@ bool RangeMemory::end_use(const TensorBlock& block, DeviceLayer::LastUses uses) 
   if (live == nullptr) {
     return false;
   }
+  if (live->memory->generation_ != fork_generation()) {
+    return true;  // nothing is freed in a child
+  }
   const std::lock_guard lock(live->memory->mutex_);
   std::swap(live->uses, uses);  // what it was dies after the lock
   return true;

@@ -276,6 +276,23 @@ TEST_F(ExplainTest, StagedCopyWhoseBuffersDoNotFitIsRefused) {
   manager->ensure(a, kCuda0).wait();
 }
 
+TEST_F(ExplainTest, StagedCopyThatFailsAtOnceReservesNothing) {
+  fake_options.staging = 100_B;
+  start();
+  const Handle a = adopt(kPageable, 512);
+  const auto before = fingerprint(manager->snapshot());
+  const auto locations = manager->locations();
+  backend->fail(Call::kCopy, 1);
+  EXPECT_THROW(manager->ensure(a, kCuda0), fake::InjectedFault);
+  EXPECT_EQ(fingerprint(manager->snapshot()), before);
+  EXPECT_EQ(manager->locations(), locations);
+  manager->ensure(a, kCuda0).wait();
+  backend->fail(Call::kCopy, 1);
+  EXPECT_THROW(manager->ensure(adopt(kPageable, 8), kCuda0), fake::InjectedFault);
+  EXPECT_EQ(account(kPinned).reserved, 100_B) << "the first goes through them";
+  manager->audit();
+}
+
 TEST_F(ExplainTest, LimitOfTheSystemCountsBuffersAndNoOtherReservation) {
   fake_options.staging = 100_B;
   start();

@@ -42,6 +42,14 @@ TEST_F(DeviceTier, BytesSurviveEveryWayThroughTheTiers) {
   EXPECT_EQ(byte_of(handle, kHost), 42);
 }
 
+std::int64_t max_memory_allocated(Location at) {
+  constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  return c10::cuda::CUDACachingAllocator::getDeviceStats(
+             static_cast<c10::DeviceIndex>(at.cuda_index()))
+      .allocated_bytes[kAll]
+      .peak;
+}
+
 /// Counts what is asked of PyTorch's allocator for pageable memory while it lives.
 class CountingAllocator final : public c10::Allocator {
  public:
@@ -89,6 +97,53 @@ TEST_F(DeviceTier, BytesOfFilesAndDevicesTakeNoPageableMemory) {
   const TensorResident back = take(*manager_, handle);
   EXPECT_TRUE(back["a"].equal(expected));
   EXPECT_EQ(static_cast<const std::uint8_t*>(back["b"].const_data_ptr())[776], 9);
+}
+
+// Their allocations are neighbours here and there, and a copy must not span two.
+TEST_F(DeviceTier, ManyFieldsAdoptedOnADeviceCanLeaveIt) {
+  TemporaryDirectory directory;
+  manager_ = make(layer_, with_disk(directory));
+  constexpr int kNumFields = 1100;
+  TensorResident::Fields made;
+  for (int i = 0; i < kNumFields; ++i) {
+    made.emplace_back(std::to_string(i), on_device(4096));
+    EXPECT_EQ(cudaMemset(made.back().second.mutable_data_ptr(), i % 251, 4096), cudaSuccess);
+  }
+  const Handle handle =
+      adopt(*manager_, TensorResident(std::move(made)), {.mode = ReplicaMode::kReplicable});
+  for (const Location to : {kDisk, kHost}) {
+    manager_->ensure(handle, to).wait();
+  }
+  manager_->drop(handle, kDevice);
+  manager_->ensure(handle, kOther).wait();
+  manager_->drop(handle, kHost);
+  manager_->ensure(handle, kHost).wait();
+  Lease lease = manager_->acquire(one(handle), kHost);
+  for (int i = 0; i < kNumFields; ++i) {
+    const auto* bytes = static_cast<const std::uint8_t*>(
+        tensors(lease, handle)[std::to_string(i)].const_data_ptr());
+    ASSERT_EQ(bytes[0], i % 251);
+    ASSERT_EQ(bytes[4095], i % 251);
+  }
+  lease.release();
+}
+
+TEST_F(DeviceTier, WhatAWorkerReadsIsInThePredictionToTheEnd) {
+  constexpr std::int64_t kBytes = 64 * kMiB;
+  const Handle first = value(kBytes, 1);
+  const Handle second = value(kBytes, 2);
+  manager_->move(first, kDevice).wait();
+  manager_->move(second, kPinned).wait();
+  const std::vector<ResidencyAction> actions = {EnsureResident{first, kHost},
+                                                MoveResident{first, kOther, kDevice},
+                                                EnsureResident{second, kDevice}};
+  const Explanation explanation = manager_->explain(actions);
+  c10::cuda::CUDACachingAllocator::resetPeakStats(0);
+  manager_->execute(actions);
+  EXPECT_EQ(explanation.find(kDevice)->segments->peak, Bytes(2 * kBytes));
+  EXPECT_LE(max_memory_allocated(kDevice), 2 * kBytes);
+  manager_->synchronize();
+  EXPECT_EQ(byte_of(second, kDevice), 2);
 }
 
 TEST_F(DeviceTier, FieldsKeepTheirShapesAndStayTied) {
@@ -489,14 +544,6 @@ class AllocatorTrace {
   std::array<std::atomic<std::int64_t>, 2> allocated_{};
   std::array<std::atomic<std::int64_t>, 2> peak_{};
 };
-
-std::int64_t max_memory_allocated(Location at) {
-  constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
-  return c10::cuda::CUDACachingAllocator::getDeviceStats(
-             static_cast<c10::DeviceIndex>(at.cuda_index()))
-      .allocated_bytes[kAll]
-      .peak;
-}
 
 // Case 30: live bytes against the arenas' own, segments against the allocator that they come from.
 TEST_F(DeviceTier, PredictedPeaksAreMeasured) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -345,6 +346,45 @@ TEST_F(Prefetch, OfPageableMemoryGivesWayAndEndsWhenItIsAbandoned) {
       << "another device has other buffers";
   gate.open();
   needed.join();
+}
+
+// Others, a worker among them, may wait for what comes behind it.
+TEST_F(Prefetch, GoesOnByItselfOnceAFaultIsOver) {
+  const Handle handle = in_page_locked(kChunk, 1);
+  manager_->drop(handle, kDevice);
+  EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 200, cudaErrorInvalidValue), 0);
+  until_done(manager_->prefetch(one(handle), kDevice));
+  EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 0, 0), 0);
+  EXPECT_EQ(byte_of(handle, kDevice), 1);
+}
+
+// Or its memory would be used again under the chunks.
+TEST_F(Prefetch, FailureIsToldBehindTheChunksThatAreInFlight) {
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  const at::Tensor result = on_device(64);
+  const Handle handle = value(4 * kChunk, 1);
+  const Handle gone = value(4 * kChunk, 3);
+  manager_->ensure(handle, kPinned).wait();
+  manager_->ensure(gone, kDevice).wait();
+  Gate gate(consumer);
+  enqueue_read(gone, consumer, result);
+  manager_->drop(gone, kDevice);
+  simcuda_reset_counters();
+  const PlanReport report = manager_->prefetch(one(handle), kDevice);
+  while (counters().copies[SIMCUDA_H2D] < 2) {
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 1'000'000'000, cudaErrorInvalidValue), 0);
+  std::atomic<bool> told{false};
+  std::thread waiter([&] {
+    report.wait();
+    told = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // it is tried for a second
+  EXPECT_FALSE(told);
+  EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 0, 0), 0);
+  gate.open();
+  waiter.join();
 }
 
 TEST_F(Prefetch, BringsValuesInTheirOrder) {

@@ -44,8 +44,8 @@ struct PredictedLocation {
   Bytes peak_charged;  ///< used + reserved
   /// Where memory is taken in segments (a device's arena, page-locked slabs with the buffers of
   /// staged copies): what PyTorch's caching allocator counts as allocated for the library, and what
-  /// is page-locked. Exact where nothing else changes it meanwhile; what a worker's transfer reads
-  /// counts to the end of the plan.
+  /// is page-locked. Exact where nothing else changes it meanwhile and no source makes its value
+  /// there; what a worker's transfer of this plan reads counts to the end of the plan.
   std::optional<SegmentBytes> segments;
 };
 
