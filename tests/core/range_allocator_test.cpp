@@ -18,7 +18,8 @@ Range range(std::uint32_t segment, std::int64_t begin, std::int64_t nbytes) {
   return {segment, Bytes(begin), Bytes(nbytes)};
 }
 
-/// All that can be seen of an allocator: what its requests will get, until it is full. Puts it back.
+/// All that can be seen of an allocator: what its requests will get, until it is full. Puts it
+/// back.
 std::vector<Range> drain(RangeAllocator& allocator, std::int64_t nbytes) {
   std::vector<Range> given;
   while (const auto each = allocator.allocate(Bytes(nbytes))) {

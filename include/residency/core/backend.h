@@ -105,8 +105,8 @@ struct SegmentBytes {
   Bytes before;
   Bytes peak;
   Bytes after;
-  /// Given up by the plan in memory of somebody else (adopted, or made by a source): it is in no
-  /// segment, and whoever made it frees it once its last uses are over.
+  /// Given up by the plan in memory of somebody else (adopted, or made by a source before): it is
+  /// in no segment, and whoever made it frees it once its last uses are over.
   Bytes outside;
   friend bool operator==(const SegmentBytes&, const SegmentBytes&) = default;
 };
@@ -156,8 +156,8 @@ class RESIDENCY_API Backend {
   /// True when somebody besides the manager and its leases keeps the block's memory alive (a
   /// caller's tensor, autograd), so that releasing it would not free it. Pure query.
   [[nodiscard]] virtual bool is_shared(const Block& block) const = 0;
-  /// Page-locked memory that copies between the two go through, the same for all of one device; zero
-  /// when none. Pure query.
+  /// Page-locked memory that copies between the two go through, the same for all of one device;
+  /// zero when none. Pure query.
   [[nodiscard]] virtual Bytes staging_bytes(Location from, Location to) const;
   /// What the steps, in this order, would do to the segments of a location; none where memory is
   /// not taken in segments. Pure query but for its own bookkeeping, which it puts back; O(steps).
