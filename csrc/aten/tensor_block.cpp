@@ -265,7 +265,11 @@ std::vector<AddressRange> TensorBlock::address_ranges() const {
   std::vector<AddressRange> ranges;
   for (const iovec& piece : storages()) {
     const auto begin = reinterpret_cast<std::uintptr_t>(piece.iov_base);
-    ranges.push_back({begin, begin + piece.iov_len});
+    if (!ranges.empty() && ranges.back().end == begin) {
+      ranges.back().end += piece.iov_len;
+    } else {
+      ranges.push_back({begin, begin + piece.iov_len});
+    }
   }
   return ranges;
 }
@@ -283,7 +287,7 @@ std::vector<iovec> TensorBlock::storages() const {
       continue;
     }
     void* const data = storage_data(storage);
-    if (!pieces.empty() &&
+    if (packed_ && !pieces.empty() &&
         static_cast<std::byte*>(pieces.back().iov_base) + pieces.back().iov_len == data) {
       pieces.back().iov_len += nbytes;
     } else {

@@ -91,11 +91,7 @@ bool goes_on_stream(Location from, Location to) noexcept {
 
 // To the last before it throws: memory that others still use must not be let go of.
 void wait_for_all(const std::vector<FencePtr>& fences) {
-  for (const FencePtr& fence : fences) {
-    if (fence != nullptr) {
-      fence->wait();
-    }
-  }
+  wait_all(fences);
   for (const FencePtr& fence : fences) {
     wait_for(fence);
   }
@@ -118,6 +114,47 @@ struct Terms {
   }
 };
 
+/// Memory of the host, or a file, as one end of a transfer: gives or takes a value's bytes from the
+/// first to the last.
+struct HostEnd {
+  std::function<void(const std::vector<iovec>&, const Terms&)> transfer;
+  std::function<void()> finish = [] {};
+  bool is_slow = false;
+};
+
+HostEnd reading(const TensorBlock& memory) {
+  return {[cursor = StorageCursor(memory.storages())](const auto& buffers, const Terms&) mutable {
+    cursor.read(buffers);
+  }};
+}
+
+HostEnd writing(const TensorBlock& memory) {
+  return {[cursor = StorageCursor(memory.storages())](const auto& buffers, const Terms&) mutable {
+    cursor.write(buffers);
+  }};
+}
+
+HostEnd reading(std::shared_ptr<const FileBlock> file) {
+  const auto reader = std::make_shared<FileTier::Reader>(std::move(file));
+  return {[reader](const auto& buffers, const Terms& terms) {
+            reader->read(buffers, terms.abandon, terms.io);
+          },
+          [reader] { reader->finish(); }, /*is_slow=*/true};
+}
+
+HostEnd writing(std::shared_ptr<FileBlock> file) {
+  const auto writer = std::make_shared<FileTier::Writer>(std::move(file));
+  return {[writer](const auto& buffers, const Terms& terms) {
+            writer->write(buffers, terms.abandon, terms.io);
+          },
+          [writer] { writer->finish(); }, /*is_slow=*/true};
+}
+
+void transfer_all(const HostEnd& end, const TensorBlock& memory, const Terms& terms) {
+  end.transfer(memory.storages(), terms);
+  end.finish();
+}
+
 /// A copy through page-locked buffers, and how far it is.
 class StagedCopy {
  public:
@@ -125,55 +162,30 @@ class StagedCopy {
       : devices_(std::move(devices)), stream_(stream) {}
 
   // Each goes as far as it can, and says whether that was to the end.
-  [[nodiscard]] bool to_device(const TensorBlock& device, const TensorBlock& host,
-                               const Terms& terms) {
-    StorageCursor& cursor = begun(cursor_, [&] { return StorageCursor(host.storages()); });
-    return go_on(device, true, {[&](const auto& buffers) { cursor.read(buffers); }}, terms);
+  template <class Host>
+  [[nodiscard]] bool to_device(const TensorBlock& device, const Host& host, const Terms& terms) {
+    if (!host_.has_value()) {
+      host_ = reading(host);
+    }
+    return go_on(device, true, terms);
   }
-  [[nodiscard]] bool from_device(const TensorBlock& device, const TensorBlock& host,
-                                 const Terms& terms) {
-    StorageCursor& cursor = begun(cursor_, [&] { return StorageCursor(host.storages()); });
-    return go_on(device, false, {[&](const auto& buffers) { cursor.write(buffers); }}, terms);
-  }
-  [[nodiscard]] bool to_device(const TensorBlock& device, std::shared_ptr<const FileBlock> file,
-                               const Terms& terms) {
-    if (reader_ == nullptr) {
-      reader_ = std::make_shared<FileTier::Reader>(std::move(file));
+  template <class Host>
+  [[nodiscard]] bool from_device(const TensorBlock& device, const Host& host, const Terms& terms) {
+    if (!host_.has_value()) {
+      host_ = writing(host);
     }
-    const auto read = [&](const std::vector<iovec>& buffers) {
-      reader_->read(buffers, terms.abandon, terms.io);
-    };
-    const bool at_end = go_on(device, true, {read, /*is_slow=*/true}, terms);
-    if (at_end) {
-      reader_->finish();
-    }
-    return at_end;
-  }
-  [[nodiscard]] bool from_device(const TensorBlock& device, std::shared_ptr<FileBlock> file,
-                                 const Terms& terms) {
-    if (writer_ == nullptr) {
-      writer_ = std::make_shared<FileTier::Writer>(std::move(file));
-    }
-    const auto write = [&](const std::vector<iovec>& buffers) {
-      writer_->write(buffers, terms.abandon, terms.io);
-    };
-    const bool at_end = go_on(device, false, {write, /*is_slow=*/true}, terms);
-    if (at_end) {
-      writer_->finish();
-    }
-    return at_end;
+    return go_on(device, false, terms);
   }
 
  private:
-  template <class Make>
-  static StorageCursor& begun(std::optional<StorageCursor>& cursor, const Make& make) {
-    return cursor.has_value() ? *cursor : cursor.emplace(make());
-  }
-  [[nodiscard]] bool go_on(const TensorBlock& device, bool to_device,
-                           const DeviceLayer::HostEnd& host, const Terms& terms) {
+  [[nodiscard]] bool go_on(const TensorBlock& device, bool to_device, const Terms& terms) {
+    const DeviceLayer::HostEnd end{
+        [&](const std::vector<iovec>& buffers) { host_->transfer(buffers, terms); },
+        host_->is_slow};
     for (Bytes before = done_;; before = done_) {
-      if (devices_->copy_staged(device, to_device, host, stream_, done_,
+      if (devices_->copy_staged(device, to_device, end, stream_, done_,
                                 {.needed_now = terms.needed_now, .abandon = terms.abandon})) {
+        host_->finish();
         return true;
       }
       if (done_ == before) {
@@ -185,22 +197,8 @@ class StagedCopy {
   std::shared_ptr<DeviceLayer> devices_;
   std::optional<Stream> stream_;
   Bytes done_;
-  std::optional<StorageCursor> cursor_;  // one of these three, once it has begun
-  std::shared_ptr<FileTier::Reader> reader_;
-  std::shared_ptr<FileTier::Writer> writer_;
+  std::optional<HostEnd> host_;  // once it has begun
 };
-
-void write_file(std::shared_ptr<FileBlock> file, const TensorBlock& from, const Terms& terms) {
-  FileTier::Writer writer(std::move(file));
-  writer.write(from.storages(), terms.abandon, terms.io);
-  writer.finish();
-}
-
-void read_file(std::shared_ptr<const FileBlock> file, const TensorBlock& to, const Terms& terms) {
-  FileTier::Reader reader(std::move(file));
-  reader.read(to.storages(), terms.abandon, terms.io);
-  reader.finish();
-}
 
 bool engine_is_blocking(FileEngine engine) {
   const char* chosen = std::getenv("RESIDENCY_FILE_ENGINE");
@@ -487,9 +485,7 @@ void TorchBackend::close(bool wait) noexcept {
     if (wait) {
       state_->transfers->wait_until_idle();
       for (const auto& retiring : state_->retirement->take_all()) {
-        for (const FencePtr& fence : retiring.after) {
-          fence->wait();
-        }
+        wait_all(retiring.after);
       }
     } else {
       state_->transfers->abandon();
@@ -661,7 +657,7 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
       } else if (from_memory->location().is_cuda()) {
         return staged.from_device(*from_memory, file, terms);
       } else {
-        write_file(file, *from_memory, terms);
+        transfer_all(writing(file), *from_memory, terms);
       }
       return true;
     });
@@ -683,7 +679,7 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
                                   : staged.to_device(*target, *from_memory, terms);
     }
     if (from_file != nullptr) {
-      read_file(from_file, *target, terms);
+      transfer_all(reading(from_file), *target, terms);
     } else if (from_memory->location().is_cuda()) {
       return staged.from_device(*from_memory, *target, terms);
     } else {
@@ -747,11 +743,7 @@ void TorchBackend::release(BlockPtr block, std::vector<FencePtr> after) noexcept
     }
   } catch (...) {
     // No memory to remember it with: wait instead.
-    for (const FencePtr& fence : after) {
-      if (fence != nullptr) {
-        fence->wait();
-      }
-    }
+    wait_all(after);
   }
 }
 

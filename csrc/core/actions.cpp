@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <utility>
 
 #include <fmt/format.h>
 
@@ -306,9 +305,7 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
   }
   const auto staging = staging_use(*backend_, verdict);
   if (staging.has_value()) {
-    Account& device = ledger_.account(staging->device);
-    ++device.num_staged;
-    if (!std::exchange(device.has_staging, true)) {
+    if (ledger_.account(staging->device).num_staged++ == 0) {
       ledger_.account(Location::pinned_host()).reserve_staging(staging->nbytes);
     }
   }
@@ -330,9 +327,7 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, ValueRecord& reco
       }
     }
     if (staging.has_value()) {
-      Account& device = ledger_.account(staging->device);
-      if (--device.num_staged == 0) {  // or others were admitted with it
-        device.has_staging = false;
+      if (--ledger_.account(staging->device).num_staged == 0) {  // or others rely on them
         ledger_.account(Location::pinned_host()).release_staging(staging->nbytes);
       }
     }

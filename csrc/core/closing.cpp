@@ -55,9 +55,7 @@ void ManagerState::close(const CloseOptions& options) {
     const std::vector<FencePtr> fences = pending_work();
     {
       const Unlocked unlocked(*this, lock);
-      for (const FencePtr& fence : fences) {
-        fence->wait();
-      }
+      wait_all(fences);
     }
     settle(trash);
   }

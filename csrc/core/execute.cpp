@@ -217,9 +217,6 @@ std::vector<PredictedLocation> ManagerState::predicted_locations(const World& wo
 
 std::optional<SegmentBytes> ManagerState::predicted_segments(const World& world,
                                                              const Account& account) const {
-  if (!backend_->reuses_in_device_order(account.location)) {
-    return std::nullopt;
-  }
   auto segments = backend_->predict_segments(account.location, world.steps_at(account.location));
   if (segments.has_value()) {
     const Account* now = ledger_.find(account.location);

@@ -513,9 +513,7 @@ void ManagerState::release(LeaseState& lease, bool wait) {
     }
   }
   if (wait) {
-    for (const FencePtr& fence : last_uses) {
-      fence->wait();
-    }
+    wait_all(last_uses);
   }
   if (!written.empty()) {
     const auto& [position, field] = written.front();

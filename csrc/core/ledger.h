@@ -24,9 +24,8 @@ struct Account {
   Bytes escaped{};               ///< part of used: given up, but others keep the memory alive
   Bytes peak_used{};
   Bytes peak_charged{};  ///< of used + reserved
-  /// Of a device: its buffers are among those at pinned-host; how many copies were admitted with
-  /// them and have not failed at once.
-  bool has_staging = false;
+  /// Of a device: staged copies that were admitted and have not failed at once. From the first on
+  /// its buffers are among those at pinned-host.
   std::uint64_t num_staged = 0;
   bool listed = false;
 

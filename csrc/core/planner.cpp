@@ -326,7 +326,7 @@ class Plan {
   }
   void admit_staging() {
     const auto staging = staging_use(world_.backend(), verdict_);
-    if (staging.has_value() && !world_.account(staging->device).has_staging) {
+    if (staging.has_value() && world_.account(staging->device).num_staged == 0) {
       verdict_.staging = staging->nbytes;
       admit(world_.account(Location::pinned_host()), staging->nbytes);
     }

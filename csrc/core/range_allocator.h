@@ -29,8 +29,8 @@ struct Range {
 /// at the lowest address; neighbours that are free are one range. So what lies where follows from
 /// the order of the calls alone, and a dry run can go through the same calls and take them back:
 /// `free` undoes `allocate`, `take` undoes `free`, `remove_segment` undoes `add_segment` and
-/// `put_back_segment` undoes `remove_segment`, and when
-/// all are undone in reverse everything is as it was. A call costs O(log free ranges).
+/// `put_back_segment` undoes `remove_segment`, and when all are undone in reverse everything is as
+/// it was. A call costs O(log free ranges).
 ///
 /// Not thread-safe. Misuse (a range that was not handed out, a segment that is in use) is a
 /// `std::logic_error`.

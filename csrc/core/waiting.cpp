@@ -75,9 +75,7 @@ void ManagerState::wait_on(Lock& lock, const std::vector<FencePtr>& fences) {
     }
   }
   const Unlocked unlocked(*this, lock);
-  for (const FencePtr& fence : fences) {
-    fence->wait();
-  }
+  wait_all(fences);
 }
 
 std::vector<FencePtr> ManagerState::fences_to_wait_for(const ValueRecord* record,

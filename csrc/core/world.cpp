@@ -239,7 +239,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
   }
   if (verdict.staging != Bytes()) {
     overlaid(Location::pinned_host()).reserve_staging(verdict.staging);
-    overlaid(staging_use(backend_, verdict)->device).has_staging = true;
+    ++overlaid(staging_use(backend_, verdict)->device).num_staged;
   }
   bool in_flight = false;  // the copy of this action completes on a worker
   std::optional<Location> read_from;
@@ -257,8 +257,8 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
         read_from = each.from;
         if (Residence* source = view.find(each.from); source != nullptr) {
           source->read_by_copy |= in_flight;
-          source->read_by_worker |= !backend_.reuses_in_device_order(each.from) ||
-                                    !backend_.reuses_in_device_order(each.to);
+          source->read_by_worker |= notes_steps_ && !(backend_.reuses_in_device_order(each.from) &&
+                                                      backend_.reuses_in_device_order(each.to));
         }
         if (each.kind == TransitionKind::kCopy) {
           view.residences.push_back({.location = each.to,

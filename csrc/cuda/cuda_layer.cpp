@@ -68,22 +68,6 @@ Pieces pieces_of(const TensorBlock& source, const TensorBlock& target) {
   return pieces;
 }
 
-/// The storages of a block on a device, in the layout's order. A copy must not span two
-/// allocations, which those of adopted tensors can be although they are neighbours.
-std::vector<iovec> runs_of(const TensorBlock& block) {
-  if (block.is_packed()) {
-    return block.storages();
-  }
-  std::vector<iovec> runs;
-  const TensorLayout& layout = *block.tensor_layout();
-  for (const std::uint32_t i : layout.order()) {
-    if (const auto nbytes = static_cast<std::size_t>(layout.storages()[i].count()); nbytes != 0) {
-      runs.push_back({block.storage_data(i), nbytes});
-    }
-  }
-  return runs;
-}
-
 Bytes total_of(const std::vector<iovec>& runs) {
   Bytes total;
   for (const iovec& run : runs) {
@@ -462,7 +446,7 @@ bool CudaLayer::copy_staged(const TensorBlock& on_device, bool to_device, const 
   direction.events = streams.events.get();
   direction.may_fill_gaps = on_device.is_packed();
   direction.gives_way = !signals.needed_now;
-  const std::vector<iovec> runs = runs_of(on_device);
+  const std::vector<iovec> runs = on_device.storages();
   const bool in_chunks = direction.gives_way || host.is_slow;
   const std::vector<iovec> chunk =
       next_of(runs, done, in_chunks ? kStagedChunkBytes : total_of(runs));

@@ -53,11 +53,7 @@ void DeviceSegments::give_back(void* data, Bytes, const std::vector<FencePtr>& a
       (void)wait_on_stream(streams.arena, fence, location_);
     }
   } catch (...) {
-    for (const FencePtr& fence : after) {
-      if (fence != nullptr) {
-        fence->wait();  // it may not be enqueued yet
-      }
-    }
+    wait_all(after);  // some may not be enqueued yet
     synchronize_device(location_);
   }
   try {

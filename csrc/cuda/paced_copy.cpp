@@ -169,11 +169,7 @@ void PacedCopy::wait() {
     if (!is_recorded_) {
       // Nothing orders what comes after it behind the chunks that were enqueued, nor behind what
       // they came after.
-      for (const FencePtr& fence : after_) {
-        if (fence != nullptr) {
-          fence->wait();
-        }
-      }
+      wait_all(after_);
       (void)cudaStreamSynchronize(stream());
       fence_->fail(cudaErrorUnknown);
       is_recorded_ = true;

@@ -195,11 +195,7 @@ SegmentSource::Segment PageLockedSegments::make(Bytes nbytes) {
 
 void PageLockedSegments::give_back(void* data, Bytes nbytes,
                                    const std::vector<FencePtr>& after) noexcept {
-  for (const FencePtr& fence : after) {
-    if (fence != nullptr) {
-      fence->wait();
-    }
-  }
+  wait_all(after);
   const RelaxedCapture relaxed;
   if (cudaHostUnregister(data) != cudaSuccess) {
     (void)cudaGetLastError();

@@ -235,11 +235,7 @@ void RangeMemory::free(Live& freed) noexcept {
     finished = take_finished();
   } catch (...) {
     // No memory. What is not remembered must be over.
-    for (const FencePtr& fence : last_uses) {
-      if (fence != nullptr) {
-        fence->wait();
-      }
-    }
+    wait_all(last_uses);
   }
   std::vector<Departing> departing;
   {

@@ -130,6 +130,19 @@ class OrderEdge : public CudaTest {
     enqueue_write(data_of(lease, handle), stream, kLarge);
     lease.release();
   }
+  /// Has `copy` bring a value to where a consumer still reads another, and nothing but the wait for
+  /// that consumer in between.
+  template <class Copy>
+  void expect_behind_a_consumer(Location at, const c10::cuda::CUDAStream& consumer, Location from,
+                                const Copy& copy) {
+    const Handle gone = at_both(kPinned, at);
+    const Handle next = only_at(from);
+    const void* place = read(gone, consumer);
+    manager_->drop(gone, at);
+    without(kStreamWait);
+    copy(next);
+    EXPECT_EQ(address(next, at), place);
+  }
   const void* address(const Handle& handle, Location at) {
     Lease lease = manager_->acquire(one(handle), at);
     const void* data = data_of(lease, handle);
@@ -307,23 +320,14 @@ TEST_F(OrderEdge, WriteBehindACopyBetweenDevicesTheOtherWay) {
 // --- A copy behind the last uses of the place that it writes to
 
 TEST_F(OrderEdge, CopyToWhereAConsumerReads) {
-  const Handle gone = at_both(kPinned, kDevice);
-  const Handle next = only_at(kPinned);
-  const void* place = read(gone, stream_);
-  manager_->drop(gone, kDevice);
-  without(kStreamWait);
-  manager_->ensure(next, kDevice);
-  EXPECT_EQ(address(next, kDevice), place);
+  expect_behind_a_consumer(kDevice, stream_, kPinned,
+                           [&](const Handle& next) { manager_->ensure(next, kDevice); });
 }
 
 TEST_F(OrderEdge, CopyOnACallersStreamToWhereAConsumerReads) {
-  const Handle gone = at_both(kPinned, kDevice);
-  const Handle next = only_at(kPinned);
-  const void* place = read(gone, stream_);
-  manager_->drop(gone, kDevice);
-  without(kStreamWait);
-  manager_->ensure(next, kDevice, {.stream = named(second_)});
-  EXPECT_EQ(address(next, kDevice), place);
+  expect_behind_a_consumer(kDevice, stream_, kPinned, [&](const Handle& next) {
+    manager_->ensure(next, kDevice, {.stream = named(second_)});
+  });
 }
 
 TEST_F(OrderEdge, CopyToWhereACopyReadsPageLockedMemory) {
@@ -337,13 +341,8 @@ TEST_F(OrderEdge, CopyToWhereACopyReadsPageLockedMemory) {
 }
 
 TEST_F(OrderEdge, CopyBetweenDevicesToWhereAConsumerReads) {
-  const Handle gone = at_both(kPinned, kOther);
-  const Handle next = only_at(kDevice);
-  const void* place = read(gone, remote_);
-  manager_->drop(gone, kOther);
-  without(kStreamWait);
-  manager_->ensure(next, kOther);
-  EXPECT_EQ(address(next, kOther), place);
+  expect_behind_a_consumer(kOther, remote_, kDevice,
+                           [&](const Handle& next) { manager_->ensure(next, kOther); });
 }
 
 TEST_F(OrderEdge, CopyToWhereTakenTensorsWere) {
@@ -392,13 +391,9 @@ TEST_F(OrderEdge, RefreshOfPageLockedMemoryBehindACopyThatReads) {
 }
 
 TEST_F(OrderEdge, CopyAheadOfNeedToWhereAConsumerReads) {
-  const Handle gone = at_both(kPinned, kDevice);
-  const Handle next = only_at(kPinned);
-  const void* place = read(gone, stream_);
-  manager_->drop(gone, kDevice);
-  without(kStreamWait);
-  manager_->prefetch(one(next), kDevice).wait();
-  EXPECT_EQ(address(next, kDevice), place);
+  expect_behind_a_consumer(kDevice, stream_, kPinned, [&](const Handle& next) {
+    manager_->prefetch(one(next), kDevice).wait();
+  });
 }
 
 TEST_F(OrderEdge, CopyToWhereOneAheadOfNeedGoes) {

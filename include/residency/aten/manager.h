@@ -34,15 +34,17 @@ struct AdoptOptions {
 };
 
 /// Gives tensors to a manager. Their bytes are not copied (but for `rehome`); the value is
-/// must-preserve. Keeping
-/// other references on the tensors or their storages is allowed, but their memory then lives on
-/// when the value leaves (`escaped` in the snapshot); moving the last reference in avoids that.
-/// Does not wait for a device.
+/// must-preserve. Keeping other references on the tensors or their storages is allowed, but their
+/// memory then lives on when the value leaves (`escaped` in the snapshot); moving the last
+/// reference in avoids that. Does not wait for a device; `rehome` of host memory returns when it is
+/// copied.
 ///
 /// Throws `MaterializationError` when they are not at `at`, are inference tensors and mutable, do
 /// not own their memory, or changed into something that TensorResident refuses; `OwnershipError`
 /// when they overlap memory that is already managed; `BudgetError`; `std::invalid_argument` for a
-/// stream that is not one of the tensors' device. Nothing has changed then.
+/// stream that is not one of the tensors' device; with `rehome` also what allocating and copying
+/// there throw (`c10::OutOfMemoryError`, `PageLockError`, `CaptureError`, `DeviceLostError`,
+/// `TransferError`, `UnavailableError`). Nothing has changed then.
 [[nodiscard]] RESIDENCY_API Handle adopt(Manager& manager, TensorResident value,
                                          const AdoptOptions& options = {});
 

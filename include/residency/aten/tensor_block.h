@@ -63,7 +63,9 @@ class RESIDENCY_API TensorBlock final : public Block,
   [[nodiscard]] bool is_packed() const noexcept { return packed_; }
   /// The block's own tensors, to be given away when management ends.
   [[nodiscard]] TensorResident tensors();
-  /// The memory of the storages in the layout's order, neighbours merged.
+  /// The memory of the storages in the layout's order, neighbours in a pack merged. Those of
+  /// adopted tensors can be neighbours too, but of different allocations, which no device copies at
+  /// once.
   [[nodiscard]] std::vector<iovec> storages() const;
 
   /// The memory of one storage; null when it has no bytes.

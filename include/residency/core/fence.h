@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 
 #include "residency/core/export.h"
 
@@ -67,6 +68,14 @@ using FencePtr = std::shared_ptr<Fence>;
 /// False for null, which stands for what is ready. Never blocks.
 [[nodiscard]] inline bool is_pending(const FencePtr& fence) noexcept {
   return fence && fence->poll() == FenceStatus::kPending;
+}
+/// Blocks the host until none of them is pending; null stands for what is ready.
+inline void wait_all(std::span<const FencePtr> fences) {
+  for (const FencePtr& fence : fences) {
+    if (fence) {
+      fence->wait();
+    }
+  }
 }
 
 }  // namespace residency

@@ -106,11 +106,11 @@ class RESIDENCY_API Manager {
   PlanReport execute(std::span<const ResidencyAction> actions, const ExecuteOptions& options = {});
   /// A hint: brings values to a location ahead of need, in this order, as far as they fit. It gives
   /// up nothing, waits for nothing and loads nothing, and stops at the first value that cannot be
-  /// brought like that; the report has an entry for each before it. The copies begin in
-  /// that order, in chunks of 16 MiB of which at most two are outstanding in one direction of a
-  /// device, so that copies which are needed now come at most two chunks late; one that has to wait
-  /// for a busy stream lets those elsewhere pass, and those of pageable memory and files. Whoever
-  /// waits for a copy makes it one that is needed now. Throws `HandleError`, `ClosedError`,
+  /// brought like that; the report has an entry for each before it. The copies begin in that order,
+  /// in chunks of 16 MiB of which at most two are outstanding in one direction of a device, so that
+  /// copies which are needed now come at most two chunks late. One that has to wait for a busy
+  /// stream holds up those after it in the same direction of the device, and no others. Whoever
+  /// waits for a copy has the rest of it enqueued at once. Throws `HandleError`, `ClosedError`,
   /// `ForkError`, and `TransferError` when an earlier transfer of a value is found to have failed.
   PlanReport prefetch(std::span<const Handle> handles, Location at);
   /// The dry run: same order, same planner, no load, no allocation, no trace, no version.
