@@ -43,7 +43,7 @@ class NullBlock final : public Block {
   [[nodiscard]] Location location() const override { return location_; }
   [[nodiscard]] Bytes logical_bytes() const override { return kValueBytes; }
   [[nodiscard]] const Layout* layout() const override { return nullptr; }
-  [[nodiscard]] std::vector<AddressRange> address_ranges() const override { return {}; }
+  [[nodiscard]] AddressRanges address_ranges() const override { return {}; }
 
  private:
   Location location_;

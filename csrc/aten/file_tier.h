@@ -28,7 +28,7 @@ class FileBlock final : public Block {
   [[nodiscard]] Location location() const override;
   [[nodiscard]] Bytes logical_bytes() const override { return layout_->logical_bytes(); }
   [[nodiscard]] const Layout* layout() const override { return layout_.get(); }
-  [[nodiscard]] std::vector<AddressRange> address_ranges() const override { return {}; }
+  [[nodiscard]] AddressRanges address_ranges() const override { return {}; }
 
   [[nodiscard]] const std::shared_ptr<FileTier>& tier() const noexcept { return tier_; }
   [[nodiscard]] const std::shared_ptr<const TensorLayout>& tensor_layout() const noexcept {

@@ -15,7 +15,6 @@ class ProfilerRange {
   ProfilerRange(const ProfilerRange&) = delete;
   ProfilerRange& operator=(const ProfilerRange&) = delete;
   ~ProfilerRange();
-  [[nodiscard]] bool is_recording() const noexcept { return recording_ != nullptr; }
 
  private:
   struct Recording;

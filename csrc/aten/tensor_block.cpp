@@ -256,20 +256,22 @@ void TensorBlock::copy_on_host(const TensorBlock& target) const {
   }
 }
 
-std::vector<AddressRange> TensorBlock::address_ranges() const {
-  if (layout_->storages().size() == 1) {  // nothing to put in order
-    const auto begin = reinterpret_cast<std::uintptr_t>(storage_data(0));
-    return begin == 0 ? std::vector<AddressRange>()
-                      : std::vector<AddressRange>{{begin, begin + num_bytes_of(0)}};
-  }
-  std::vector<AddressRange> ranges;
-  for (const iovec& piece : storages()) {
-    const auto begin = reinterpret_cast<std::uintptr_t>(piece.iov_base);
-    if (!ranges.empty() && ranges.back().end == begin) {
-      ranges.back().end += piece.iov_len;
-    } else {
-      ranges.push_back({begin, begin + piece.iov_len});
+AddressRanges TensorBlock::address_ranges() const {
+  AddressRanges ranges;
+  const auto add = [&](const void* data, std::size_t nbytes) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(data);
+    if (!ranges.empty() && std::prev(ranges.end())->end == begin) {
+      std::prev(ranges.end())->end += nbytes;
+    } else if (nbytes != 0) {
+      ranges.push_back({begin, begin + nbytes});
     }
+  };
+  if (layout_->storages().size() == 1) {  // nothing to put in order
+    add(storage_data(0), num_bytes_of(0));
+    return ranges;
+  }
+  for (const iovec& piece : storages()) {
+    add(piece.iov_base, piece.iov_len);
   }
   return ranges;
 }

@@ -524,6 +524,12 @@ std::string TorchBackend::why_unavailable(Location location) const {
   return "the location is of an unknown kind";
 }
 
+void TorchBackend::check_available(Location location) const {
+  if (const std::string why = why_unavailable(location); !why.empty()) {
+    throw UnavailableError(fmt::format("{}: {}", to_string(location), why));
+  }
+}
+
 Bytes TorchBackend::occupied_bytes(const ValueSpec& spec, Location location) const {
   const TensorLayout* layout = layout_of(spec);
   if (is_device_tier(location) && layout != nullptr && state_->options.devices != nullptr) {
@@ -578,18 +584,10 @@ std::optional<Bytes> TorchBackend::spare_bytes(Location location, Bytes wanted) 
              : std::nullopt;
 }
 
-void TorchBackend::flush() noexcept {
-  if (state_->options.devices != nullptr) {
-    state_->devices().flush();
-  }
-}
-
 CopyResult TorchBackend::copy(const CopyRequest& request) {
   const ProfilerRange range(request.from, request.to);
   state_->retirement->free_completed();
-  if (const std::string why = why_unavailable(request.to); !why.empty()) {
-    throw UnavailableError(fmt::format("{}: {}", to_string(request.to), why));
-  }
+  check_available(request.to);
   const auto from_memory = as<TensorBlock>(request.source);
   const auto from_file = as<FileBlock>(request.source);
   if (from_memory == nullptr && from_file == nullptr) {
@@ -603,9 +601,6 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
 
   if (goes_on_stream(request.from, request.to) && from_memory != nullptr) {
     result = state_->copy_on_stream(request, *from_memory);
-    if (range.is_recording()) {
-      flush();  // under its label
-    }
     if (request.ahead_of_need && is_pending(result.ready)) {
       state_->pace(result.ready);
     }
@@ -695,11 +690,34 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
   return result;
 }
 
-BlockPtr TorchBackend::reconstruct(Source& source, const ValueSpec& spec, Location at) {
-  if (const std::string why = why_unavailable(at); !why.empty()) {
-    throw UnavailableError(fmt::format("{}: {}", to_string(at), why));
+std::exception_ptr TorchBackend::copy_all(std::span<const CopyRequest> requests,
+                                          std::vector<CopyResult>& results) {
+  const bool on_stream =
+      std::all_of(requests.begin(), requests.end(), [](const CopyRequest& request) {
+        return goes_on_stream(request.from, request.to) &&
+               as<TensorBlock>(request.source.get()) != nullptr;
+      });
+  if (requests.empty() || !on_stream) {
+    return Backend::copy_all(requests, results);
   }
-  flush();  // a source may take its time
+  const ProfilerRange range(requests.front().from, requests.front().to);
+  state_->retirement->free_completed();
+  std::exception_ptr error;
+  std::size_t num_good = 0;
+  try {
+    check_available(requests.front().to);
+    for (; num_good < requests.size(); ++num_good) {
+      static_cast<const TensorBlock&>(*requests[num_good].source).check_intact();
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const std::exception_ptr failed = state_->devices().copy_all(requests.first(num_good), results);
+  return failed != nullptr ? failed : error;
+}
+
+BlockPtr TorchBackend::reconstruct(Source& source, const ValueSpec& spec, Location at) {
+  check_available(at);
   const BlockPtr loaded = source.load();
   auto block = as<TensorBlock>(loaded);
   if (block == nullptr) {

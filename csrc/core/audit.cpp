@@ -28,7 +28,7 @@ void ManagerState::audit() {
       leases += each->num_leases;
       good += each->stale ? 0U : 1U;
       ++materializations;
-      num_ranges += each->ranges ? each->ranges->size() : 0;
+      num_ranges += each->block->address_ranges().size();
       if (each->charge != backend_->occupied_bytes(record.spec, each->location)) {
         differences += fmt::format("{}: charge at {} is not what it occupies\n",
                                    to_string(values_.handle_of(record)), to_string(each->location));
@@ -61,7 +61,7 @@ void ManagerState::audit() {
   }
   for (const Arrival& each : arrivals_) {
     if (each.departing) {
-      num_ranges += each.departing->ranges ? each.departing->ranges->size() : 0;
+      num_ranges += each.departing_ranges.size();
       if (!each.escape_watch) {
         recount[each.from].retiring += each.departing->charge;
       }

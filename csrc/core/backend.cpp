@@ -9,7 +9,17 @@ View::~View() = default;
 Source::~Source() = default;
 Backend::~Backend() = default;
 
-void Backend::flush() noexcept {}
+std::exception_ptr Backend::copy_all(std::span<const CopyRequest> requests,
+                                     std::vector<CopyResult>& results) {
+  for (const CopyRequest& request : requests) {
+    try {
+      results.push_back(copy(request));
+    } catch (...) {
+      return std::current_exception();
+    }
+  }
+  return nullptr;
+}
 
 Bytes Backend::staging_bytes(Location, Location) const {
   return Bytes();

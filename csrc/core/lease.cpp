@@ -303,17 +303,6 @@ Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
   PlanReport report;
   report.plan_ = "borrow";
   const auto name = std::make_shared<const std::string>(report.plan_);
-  // What was brought here stays until the lease has it, or everything is undone.
-  std::vector<Handle> pinned;
-  const auto unpin = [&] {
-    const Lock lock(mutex_);
-    for (const Handle& handle : pinned) {
-      if (ValueRecord* record = values_.find(handle).record) {  // none once it has closed
-        --record->num_pins;
-      }
-    }
-    pinned.clear();
-  };
   std::vector<ResidencyAction> ensures;
   ensures.reserve(handles.size());
   std::unordered_set<Handle> seen;
@@ -345,16 +334,25 @@ Lease ManagerState::borrow(std::span<const Handle> handles, Location at,
       }
     }
   }
+  // What was brought here stays until the lease has it, or everything is undone.
+  const auto unpin = [&] {
+    const Lock lock(mutex_);
+    for (std::size_t i = 0; i < report.size(); ++i) {
+      if (ValueRecord* record = values_.find(handle_of(ensures[i])).record) {
+        --record->num_pins;  // no record once it has closed
+      }
+    }
+  };
+  report.entries_.reserve(ensures.size());
   try {
-    const FlushAtEnd flush_at_end(*backend_);
-    for (const ResidencyAction& ensure : ensures) {
-      report.entries_.push_back(
-          perform(ensure, {.may_block = options.may_block}, Phase::kExecute, name, /*pin=*/true));
-      pinned.push_back(handle_of(ensure));
+    Together together;
+    while (report.size() != ensures.size()) {
+      perform_next(report, std::span(ensures).subspan(report.size()),
+                   {.may_block = options.may_block}, Phase::kExecute, name, together, /*pin=*/true);
     }
     Lease lease = lease_what_is_there("borrow", handles, at, options);
-    lease.state_->transitions = std::move(report);
     unpin();
+    lease.state_->transitions = std::move(report);
     return lease;
   } catch (...) {
     if (!closed()) {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <memory_resource>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -19,6 +20,7 @@
 
 #include "fork.h"
 #include "ledger.h"
+#include "planner.h"
 #include "residency/core/errors.h"
 #include "residency/core/manager.h"
 #include "trace.h"
@@ -184,6 +186,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
     FencePtr fence;
     bool overwrites = false;  // a stale materialization; on failure it is stale again
     MaterializationPtr departing;
+    AddressRanges departing_ranges;
     bool accounted = false;  // it has ended and the ledger knows; its record was busy
     FencePtr escape_watch;   // of the departing one, when others keep its memory alive
   };
@@ -200,7 +203,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
     Location location;
     Bytes bytes;
     FencePtr until;
-    std::vector<AddressRange> ranges;
+    AddressRanges ranges;
   };
   /// A block to hand to the backend once the mutex is open.
   struct Release {
@@ -217,6 +220,15 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
     MemoryReservation fields;
     std::shared_ptr<void> headroom;
   };
+  /// What an action works on, as it was when the action began.
+  struct Inputs {
+    BlockPtr source;
+    FencePtr source_ready;
+    BlockPtr overwrite;
+    std::vector<FencePtr> overwrite_after;
+    BlockPtr given_up;
+    bool given_up_is_read = false;
+  };
   /// What an action brought about, still to be published.
   struct Made {
     MaterializationPtr arriving;  // null when nothing was made or it was overwritten
@@ -226,12 +238,38 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
     BlockPtr temporary;
     FencePtr escape_watch;  // of the materialization given up
   };
+  /// One action on its way: planned and charged under the mutex, made in the open, published under
+  /// the mutex.
+  struct Step {
+    Handle handle;
+    ValueRecord* record = nullptr;
+    Verdict verdict;
+    TransitionRecord entry;
+    std::uint32_t content_epoch = 0;  // when it was planned
+    std::optional<StagingUse> staging = {};
+    Inputs inputs;
+    Made made;
+
+    [[nodiscard]] std::span<const Transition> transitions() const noexcept {
+      return {verdict.transitions.data(), verdict.num_transitions};
+    }
+  };
+  /// Several steps that are made at once, and the room for that, kept from one time to the next.
+  struct Together {
+    std::vector<Step> steps;
+    std::optional<Location> from;  // of those that copy
+    std::optional<Location> to;
+    std::vector<CopyRequest> requests;
+    std::vector<CopyResult> results;
+    std::vector<Release> releases;
+  };
+  class TurnsOf;
 
   // All of these are called under the mutex. What settles, waits for or changes materializations is
   // in settling.cpp, waiting.cpp and materializations.cpp.
   void check_open() const;
   void check_available(Location location) const;
-  void check_not_managed(const std::vector<AddressRange>& ranges) const;
+  void check_not_managed(const AddressRanges& ranges) const;
   void settle(Trash& trash, const ValueRecord* own = nullptr);
   void settle_oldest(Trash& trash);
   [[nodiscard]] bool settle_retiring(Retiring& retiring, Trash& trash);
@@ -253,42 +291,44 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] MaterializationPtr detach(ValueRecord& record, Location location);
   void give_up(const Handle& handle, MaterializationPtr given_up, FencePtr escape_watch,
                std::vector<Release>& releases);
-  [[nodiscard]] std::vector<Escaped>::iterator find_escaped(
-      Location at, const std::vector<AddressRange>& ranges);
+  [[nodiscard]] std::vector<Escaped>::iterator find_escaped(Location at,
+                                                            const AddressRanges& ranges);
   void end_value(ValueRecord& record, Trash& trash);
   void mark_others_stale(ValueRecord& record, const Materialization* good);
   void run_releases(Lock& lock, std::vector<Release>& releases);
+
+  // actions.cpp
+  ActionReport perform(const ResidencyAction& action, const ActionOptions& options, Phase phase,
+                       const PlanName& plan, bool pin = false);
+  ActionReport perform_in_turn(Lock& lock, Trash& trash, const ResidencyAction& action,
+                               const ActionOptions& options, Step& step, const PlanName& plan,
+                               bool pin);
+  [[nodiscard]] static Verdict would_block(Verdict verdict);
   void append_failed(TransitionRecord& entry, const PlanName& plan);
 
-  ActionReport perform(const ResidencyAction& action, const ActionOptions& options, Phase phase,
-                       const PlanName& plan, bool pin = false,
-                       std::span<const ResidencyAction> next = {});
-  ActionReport perform_in_turn(Lock& lock, Trash& trash, ValueRecord* record,
-                               const ResidencyAction& action, const ActionOptions& options,
-                               TransitionRecord& entry, const PlanName& plan, bool pin);
-  ActionReport carry_out(Lock& lock, Trash& trash, ValueRecord& record, const Handle& handle,
-                         const Verdict& verdict, const ActionOptions& options,
-                         TransitionRecord& entry, const PlanName& plan);
-  /// What an action works on, as it was when the action began.
-  struct Inputs {
-    BlockPtr source;
-    FencePtr source_ready;
-    BlockPtr overwrite;
-    std::vector<FencePtr> overwrite_after;
-    BlockPtr given_up;
-    bool given_up_is_read = false;
-  };
+  // carry_out.cpp
+  ActionReport carry_out(Lock& lock, Trash& trash, Step& step, const ActionOptions& options,
+                         const PlanName& plan);
+  ActionReport carry_out_discard(Lock& lock, Trash& trash, Step& step, const PlanName& plan);
+  static void note_verdict(Step& step);
+  void charge(Step& step);
+  void take_back(const Step& step);
   [[nodiscard]] Inputs collect_inputs(const ValueRecord& record, const Verdict& verdict) const;
   [[nodiscard]] BlockPtr reconstruct(const ValueRecord& record, const Handle& handle, Location at);
-  [[nodiscard]] Made make(const ValueRecord& record, const Handle& handle, const Verdict& verdict,
-                          const ActionOptions& options, const Inputs& inputs, bool more_follow);
+  [[nodiscard]] static CopyRequest request_of(const Step& step, Inputs inputs,
+                                              const Transition& copy);
+  void make(Step& step, const Inputs& inputs, const ActionOptions& options);
+  static void keep_made(Made& made, BlockPtr& block);
   void unmake(Made& made, BlockPtr block);
-  [[nodiscard]] static Verdict would_block(Verdict verdict);
-  void register_ranges(const Materialization& materialization);
-  void unregister_ranges(const Materialization& materialization);
-  ActionReport carry_out_discard(Lock& lock, Trash& trash, ValueRecord& record,
-                                 const Handle& handle, TransitionRecord& entry,
-                                 const PlanName& plan);
+  ActionReport publish(Step& step, Trash& trash, std::vector<Release>& releases,
+                       const PlanName& plan);
+  ActionReport publish_no_op(Step& step, const PlanName& plan);
+  void publish_made(Step& step, const Transition& transition, Trash& trash);
+  void release_temporary(Step& step, const Transition& transition, std::vector<Release>& releases);
+  void depart(Step& step, MaterializationPtr given_up, Arrival& arrival, Trash& trash);
+
+  void register_ranges(const AddressRanges& ranges);
+  void unregister_ranges(const AddressRanges& ranges);
 
   struct Simulated {
     bool feasible = true;
@@ -317,10 +357,22 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   struct RunOptions {
     OnFailure on_failure = OnFailure::kKeep;
     bool may_block = true;
-    std::span<const Stream> streams;
+    std::span<const Stream> streams = {};
     /// Called once an action has failed, before anything is undone.
     std::function<void()> when_failed = {};
   };
+  // together.cpp
+  void perform_next(PlanReport& report, std::span<const ResidencyAction> actions,
+                    const RunOptions& options, Phase phase, const PlanName& plan,
+                    Together& together, bool pin = false);
+  [[nodiscard]] bool copy_together(PlanReport& report, std::span<const ResidencyAction> actions,
+                                   const RunOptions& options, Phase phase, const PlanName& plan,
+                                   Together& together, bool pin);
+  [[nodiscard]] bool join(Together& together, const ResidencyAction& action,
+                          const RunOptions& options);
+  [[nodiscard]] std::size_t make_together(Together& together, std::exception_ptr& failure) noexcept;
+  void give_back(Lock& lock, std::span<Step> steps);
+
   void run_phase(PlanReport& report, std::span<const ResidencyAction> actions, Phase phase,
                  const PlanName& plan, const RunOptions& options, std::size_t rollback_from);
   [[nodiscard]] static bool changed_nothing(const PlanReport& report, std::size_t from);
@@ -368,8 +420,12 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   Trace trace_;
   // begin -> end. What a transfer has freed may be allocated again before it is settled: then two
   // begin at the same address for a moment.
-  std::multimap<std::uintptr_t, std::uintptr_t> managed_ranges_;
-  std::multimap<std::uintptr_t, std::uintptr_t>::iterator next_range_ = managed_ranges_.end();
+  std::pmr::unsynchronized_pool_resource range_nodes_;
+  using Ranges = std::pmr::multimap<std::uintptr_t, std::uintptr_t>;
+  Ranges managed_ranges_{&range_nodes_};
+  // The last that was registered began here, and this is the next to begin.
+  std::uintptr_t last_range_begin_ = 0;
+  Ranges::iterator next_range_ = managed_ranges_.end();
   std::deque<Arrival> arrivals_;
   std::deque<Retiring> retiring_;
   std::vector<Escaped> escaped_;
@@ -387,18 +443,6 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   std::uint32_t num_leases_ = 0;
   std::uint32_t num_holds_ = 0;
   std::uint32_t num_scopes_ = 0;
-};
-
-/// Around the actions of one call, whose copies the backend may put off.
-class FlushAtEnd {
- public:
-  explicit FlushAtEnd(Backend& backend) noexcept : backend_(backend) {}
-  FlushAtEnd(const FlushAtEnd&) = delete;
-  FlushAtEnd& operator=(const FlushAtEnd&) = delete;
-  ~FlushAtEnd() { backend_.flush(); }
-
- private:
-  Backend& backend_;
 };
 
 /// The one that the manager makes for staged copies.

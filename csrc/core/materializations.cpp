@@ -7,7 +7,7 @@ namespace residency {
 
 /// Returns where it stands until it is detached.
 Materialization* ManagerState::attach(ValueRecord& record, MaterializationPtr materialization) {
-  register_ranges(*materialization);
+  register_ranges(materialization->block->address_ranges());
   if (Materialization& slot = record.slot_for_first; !slot.in_slot) {
     slot = std::move(*materialization);
     slot.in_slot = true;
@@ -38,30 +38,33 @@ MaterializationPtr ManagerState::detach(ValueRecord& record, Location location) 
     moved->in_slot = false;
     detached = std::move(moved);
   }
-  unregister_ranges(*detached);
+  unregister_ranges(detached->block->address_ranges());
   return detached;
 }
 
-void ManagerState::register_ranges(const Materialization& materialization) {
-  if (materialization.ranges) {
-    for (const AddressRange& range : *materialization.ranges) {
-      // What was made one after the other mostly lies so: then this costs no search.
-      next_range_ = std::next(managed_ranges_.emplace_hint(next_range_, range.begin, range.end));
+void ManagerState::register_ranges(const AddressRanges& ranges) {
+  for (const AddressRange& range : ranges) {
+    const bool is_before_next =
+        last_range_begin_ <= range.begin &&
+        (next_range_ == managed_ranges_.end() || range.begin <= next_range_->first);
+    const auto registered = managed_ranges_.emplace_hint(next_range_, range.begin, range.end);
+    // What was made one after the other mostly lies so: then this costs no search.
+    if (!is_before_next) {
+      next_range_ = std::next(registered);
     }
+    last_range_begin_ = range.begin;
   }
 }
 
-void ManagerState::unregister_ranges(const Materialization& materialization) {
-  if (materialization.ranges) {
-    for (const AddressRange& range : *materialization.ranges) {
-      const auto [first, last] = managed_ranges_.equal_range(range.begin);
-      const auto found =
-          std::find_if(first, last, [&](const auto& each) { return each.second == range.end; });
-      const bool was_next = found == next_range_;
-      const auto after = managed_ranges_.erase(found);
-      if (was_next) {
-        next_range_ = after;
-      }
+void ManagerState::unregister_ranges(const AddressRanges& ranges) {
+  for (const AddressRange& range : ranges) {
+    const auto [first, last] = managed_ranges_.equal_range(range.begin);
+    const auto found =
+        std::find_if(first, last, [&](const auto& each) { return each.second == range.end; });
+    const bool was_next = found == next_range_;
+    const auto after = managed_ranges_.erase(found);
+    if (was_next) {
+      next_range_ = after;
     }
   }
 }
@@ -74,7 +77,7 @@ void ManagerState::give_up(const Handle& handle, MaterializationPtr given_up, Fe
   if (escape_watch) {
     account.escaped += given_up->charge;
     escaped_.push_back({handle, given_up->location, given_up->charge, std::move(escape_watch),
-                        given_up->ranges ? *given_up->ranges : std::vector<AddressRange>()});
+                        given_up->block->address_ranges()});
   } else {
     account.used -= given_up->charge;
     if (!after.empty()) {
@@ -91,7 +94,7 @@ void ManagerState::give_up(const Handle& handle, MaterializationPtr given_up, Fe
 
 /// The escaped memory that is exactly this, if any.
 std::vector<ManagerState::Escaped>::iterator ManagerState::find_escaped(
-    Location at, const std::vector<AddressRange>& ranges) {
+    Location at, const AddressRanges& ranges) {
   return ranges.empty() ? escaped_.end() : std::ranges::find_if(escaped_, [&](const Escaped& each) {
     return each.location == at && each.ranges == ranges;
   });

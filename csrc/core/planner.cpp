@@ -18,14 +18,14 @@ class Plan {
  public:
   Plan(World& world, const Handle& handle) : world_(world), value_(world.value(handle)) {}
 
-  Verdict refuse(Reason reason) {
+  const Verdict& refuse(Reason reason) {
     verdict_.reason = reason;
     verdict_.bytes = verdict_.staging = Bytes();
     verdict_.num_transitions = 0;
     verdict_.waits = false;
     return verdict_;
   }
-  Verdict no_op(Reason reason) {
+  const Verdict& no_op(Reason reason) {
     verdict_.reason = reason;
     return verdict_;
   }
@@ -52,7 +52,7 @@ class Plan {
     return true;
   }
 
-  Verdict ensure(Location at) {
+  const Verdict& ensure(Location at) {
     if (is_refused() || is_unavailable(at)) {
       return verdict_;
     }
@@ -80,7 +80,7 @@ class Plan {
     return verdict_;
   }
 
-  Verdict move(Location to, std::optional<Location> from) {
+  const Verdict& move(Location to, std::optional<Location> from) {
     if (is_refused() || is_unavailable(to) || (from && is_unavailable(*from))) {
       return verdict_;
     }
@@ -120,7 +120,7 @@ class Plan {
     return verdict_;
   }
 
-  Verdict drop(Location at) {
+  const Verdict& drop(Location at) {
     if (is_refused() || is_unavailable(at)) {
       return verdict_;
     }
@@ -134,7 +134,7 @@ class Plan {
     return verdict_;
   }
 
-  Verdict discard() {
+  const Verdict& discard() {
     if (is_refused()) {
       return verdict_;
     }
@@ -383,10 +383,14 @@ Verdict plan_action(World& world, const ResidencyAction& action) {
   Plan plan(world, handle_of(action));
   return std::visit(
       Overloaded{
-          [&](const EnsureResident& ensure) { return plan.ensure(ensure.location); },
-          [&](const MoveResident& move) { return plan.move(move.to, move.from_location); },
-          [&](const DropResident& drop) { return plan.drop(drop.location); },
-          [&](const DiscardValue&) { return plan.discard(); },
+          [&](const EnsureResident& ensure) -> const Verdict& {
+            return plan.ensure(ensure.location);
+          },
+          [&](const MoveResident& move) -> const Verdict& {
+            return plan.move(move.to, move.from_location);
+          },
+          [&](const DropResident& drop) -> const Verdict& { return plan.drop(drop.location); },
+          [&](const DiscardValue&) -> const Verdict& { return plan.discard(); },
       },
       action);
 }

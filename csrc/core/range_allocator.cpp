@@ -28,21 +28,24 @@ void RangeAllocator::check_segment(std::uint32_t number) const {
 }
 
 /// Cuts [begin, begin + nbytes) out of a free piece.
-void RangeAllocator::hand_out(Pieces::iterator piece, Bytes begin, Bytes nbytes) {
+void RangeAllocator::hand_out(FreePieces::iterator free, Bytes begin, Bytes nbytes) {
+  Pieces::iterator piece = free->second;
   const auto [number, piece_begin] = piece->first;
   const Bytes before = begin - piece_begin;
   const Bytes after = piece->second.nbytes - before - nbytes;
-  auto freed = free_.extract({piece->second.nbytes, number, piece_begin});
+  const auto larger = std::next(free);
+  auto freed = free_.extract(free);
   if (before != Bytes()) {
     piece->second.nbytes = before;
-    free_.insert({before, number, piece_begin});
+    free_.emplace(FreeKey(before, number, piece_begin), piece);
     piece = pieces_.emplace_hint(std::next(piece), Place(number, begin), Piece());
   }
   piece->second = {nbytes, false};
   if (after != Bytes()) {
-    pieces_.emplace_hint(std::next(piece), Place(number, begin + nbytes), Piece{after, true});
-    freed.value() = {after, number, begin + nbytes};
-    free_.insert(std::move(freed));
+    freed.mapped() =
+        pieces_.emplace_hint(std::next(piece), Place(number, begin + nbytes), Piece{after, true});
+    freed.key() = {after, number, begin + nbytes};
+    free_.insert(larger, std::move(freed));  // what is left is often the largest still
   }
   live_ += nbytes;
 }
@@ -56,8 +59,8 @@ std::optional<Range> RangeAllocator::allocate(Bytes nbytes) {
   if (best == free_.end()) {
     return std::nullopt;
   }
-  const auto [size, number, begin] = *best;
-  hand_out(pieces_.find(Place(number, begin)), begin, nbytes);
+  const auto [size, number, begin] = best->first;
+  hand_out(best, begin, nbytes);
   return Range{number, begin, nbytes};
 }
 
@@ -89,7 +92,7 @@ void RangeAllocator::free(const Range& range) {
     absorb(previous, piece);
     piece = previous;
   }
-  free_.insert({piece->second.nbytes, range.segment, piece->first.second});
+  free_.emplace(FreeKey(piece->second.nbytes, range.segment, piece->first.second), piece);
 }
 
 void RangeAllocator::take(const Range& range) {
@@ -104,7 +107,8 @@ void RangeAllocator::take(const Range& range) {
   if (!fits) {
     throw_misuse("take", range);
   }
-  hand_out(piece, range.begin, range.nbytes);
+  hand_out(free_.find({piece->second.nbytes, range.segment, piece->first.second}), range.begin,
+           range.nbytes);
 }
 
 std::uint32_t RangeAllocator::add_segment(Bytes nbytes) {
@@ -124,8 +128,8 @@ void RangeAllocator::put_back_segment(std::uint32_t number, Bytes nbytes) {
   }
   segments_.resize(std::max<std::size_t>(segments_.size(), number + 1));
   segments_[number] = nbytes;
-  pieces_.emplace(Place(number, Bytes()), Piece{nbytes, true});
-  free_.insert({nbytes, number, Bytes()});
+  const auto piece = pieces_.emplace(Place(number, Bytes()), Piece{nbytes, true}).first;
+  free_.emplace(FreeKey(nbytes, number, Bytes()), piece);
   in_segments_ += nbytes;
 }
 
@@ -160,16 +164,17 @@ std::vector<std::uint32_t> RangeAllocator::empty_segments() const {
 }
 
 Bytes RangeAllocator::largest_free() const noexcept {
-  return free_.empty() ? Bytes() : std::get<0>(*free_.rbegin());
+  return free_.empty() ? Bytes() : std::get<0>(free_.rbegin()->first);
 }
 
 void RangeAllocator::audit() const {
   Bytes live;
   std::vector<Bytes> ends(segments_.size());
-  std::set<FreeKey> free;
+  std::map<FreeKey, Pieces::const_iterator> free;
   std::optional<std::uint32_t> free_until_here;  // the piece before is free, in this segment
-  for (const auto& [place, piece] : pieces_) {
-    const auto [number, begin] = place;
+  for (auto each = pieces_.begin(); each != pieces_.end(); ++each) {
+    const Piece& piece = each->second;
+    const auto [number, begin] = each->first;
     const bool joins = piece.is_free && free_until_here == number;
     if (begin != ends.at(number) || piece.nbytes == Bytes() || joins) {
       throw std::logic_error(fmt::format(
@@ -178,7 +183,7 @@ void RangeAllocator::audit() const {
     ends[number] += piece.nbytes;
     free_until_here = piece.is_free ? std::optional(number) : std::nullopt;
     if (piece.is_free) {
-      free.insert({piece.nbytes, number, begin});
+      free.emplace(FreeKey(piece.nbytes, number, begin), each);
     } else {
       live += piece.nbytes;
     }
@@ -190,7 +195,10 @@ void RangeAllocator::audit() const {
   if (ends != segments_) {
     throw std::logic_error("pieces do not cover their segments");
   }
-  if (!std::ranges::equal(free, free_) || live != live_ || in_segments != in_segments_) {
+  const auto same = [](const auto& a, const auto& b) {
+    return a.first == b.first && a.second == b.second;
+  };
+  if (!std::ranges::equal(free, free_, same) || live != live_ || in_segments != in_segments_) {
     throw std::logic_error("the free ranges or the sums are not those of the pieces");
   }
 }

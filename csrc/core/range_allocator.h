@@ -4,7 +4,6 @@
 #include <map>
 #include <memory_resource>
 #include <optional>
-#include <set>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -73,15 +72,16 @@ class RESIDENCY_API RangeAllocator {
   using Place = std::pair<std::uint32_t, Bytes>;            // segment, begin
   using Pieces = std::pmr::map<Place, Piece>;               // they cover the segments
   using FreeKey = std::tuple<Bytes, std::uint32_t, Bytes>;  // size, segment, begin
+  using FreePieces = std::pmr::map<FreeKey, Pieces::iterator>;
 
   void check_segment(std::uint32_t number) const;
-  void hand_out(Pieces::iterator piece, Bytes begin, Bytes nbytes);
+  void hand_out(FreePieces::iterator free, Bytes begin, Bytes nbytes);
 
   const Bytes alignment_;
   std::vector<Bytes> segments_;  // by number; zero: no segment has it
   std::pmr::unsynchronized_pool_resource nodes_;
   Pieces pieces_{&nodes_};
-  std::pmr::set<FreeKey> free_{&nodes_};
+  FreePieces free_{&nodes_};
   Bytes live_;
   Bytes in_segments_;
 };

@@ -66,7 +66,7 @@ void ManagerState::account_for_end(Arrival& arrival, Trash& trash) {
         retiring_.push_back(
             {arrival.from, bytes, std::move(others), std::move(arrival.departing->block)});
       }
-      unregister_ranges(*arrival.departing);
+      unregister_ranges(arrival.departing_ranges);
       trash.materializations.push_back(std::move(arrival.departing));
     }
     return;
@@ -108,7 +108,7 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
   if (record == nullptr) {  // the value has ended
     trash.objects.push_back(arrival.fence->take_retained());
     if (arrival.departing) {
-      unregister_ranges(*arrival.departing);
+      unregister_ranges(arrival.departing_ranges);
       trash.materializations.push_back(std::move(arrival.departing));
     }
     return true;
@@ -138,7 +138,7 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
   }
   if (arrival.departing) {
     arrival.departing->block = arrival.fence->take_retained();
-    unregister_ranges(*arrival.departing);  // attaching registers them
+    unregister_ranges(arrival.departing_ranges);  // attaching registers them
     attach(*record, std::move(arrival.departing));
   }
   failure.from = arrival.from;

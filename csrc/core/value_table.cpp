@@ -130,22 +130,20 @@ ValueTable::Found ValueTable::find(const Handle& handle) const noexcept {
     return {nullptr, handle.id() > 0 && handle.manager() != ManagerId{} ? Reason::kForeignHandle
                                                                         : Reason::kUnknownHandle};
   }
+  ValueRecord* record = slot_of(handle);
+  if (record == nullptr) {
+    return {};
+  }
+  __builtin_prefetch(&record->slot_for_first);
   const auto id = static_cast<std::uint64_t>(handle.id());
-  const auto slot = static_cast<std::uint32_t>(id) & ((1U << kSlotBits) - 1);
   const auto generation = static_cast<std::uint16_t>((id >> kSlotBits) & kMaxGeneration);
-  const auto [number, index] = position_of(slot);
-  if (number >= chunks_.size() || index >= chunks_[number].num_made) {
+  if (!record->live || record->generation != generation || record->type != handle.type()) {
     return {};
   }
-  ValueRecord& record = chunks_[number].records[index];
-  __builtin_prefetch(&record.slot_for_first);
-  if (!record.live || record.generation != generation || record.type != handle.type()) {
-    return {};
-  }
-  if (record.discarded) {
+  if (record->discarded) {
     return {nullptr, Reason::kDiscardedHandle};
   }
-  return {&record, Reason::kAlreadyResident};
+  return {record, Reason::kAlreadyResident};
 }
 
 void ValueTable::sort_by_registration(std::vector<ValueRecord*>& records) {

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "residency/core/action.h"
 #include "residency/core/backend.h"
 #include "residency/core/handle.h"
 #include "residency/core/location.h"
@@ -24,7 +25,7 @@ struct MaterializationDeleter {
 };
 using MaterializationPtr = std::unique_ptr<Materialization, MaterializationDeleter>;
 
-/// One copy of a value at one location. As large as a cache line: what is rare hangs off it.
+/// One copy of a value at one location. It fits into a cache line: what is rare hangs off it.
 struct Materialization {
   /// Only while something is in flight, or was not so long ago.
   struct Fences {
@@ -43,7 +44,6 @@ struct Materialization {
   Bytes charge;
   BlockPtr block;
   std::unique_ptr<Fences> fences;
-  std::unique_ptr<const std::vector<AddressRange>> ranges;  ///< null: none
   MaterializationPtr next;
 
   [[nodiscard]] bool is_protected() const noexcept { return num_leases != 0 || num_holds != 0; }
@@ -55,6 +55,12 @@ struct Materialization {
     if (fence || fences) {
       own_fences().ready = std::move(fence);
     }
+  }
+  /// The arrival's fence once it has succeeded, which nobody need ask any more; null before.
+  [[nodiscard]] FencePtr take_ready() noexcept {
+    const bool is_over = fences && !fails_later && fences->ready &&
+                         fences->ready->poll() == FenceStatus::kDone;
+    return is_over ? std::exchange(fences->ready, nullptr) : nullptr;
   }
   void add_reader(const FencePtr& fence) { add(own_fences().readers, fence); }
   void add_last_use(const FencePtr& fence) { add(own_fences().last_uses, fence); }
@@ -102,7 +108,7 @@ struct Materialization {
   }
 };
 
-static_assert(sizeof(Materialization) == 64);
+static_assert(sizeof(Materialization) <= 64);
 
 inline void MaterializationDeleter::operator()(Materialization* materialization) const noexcept {
   if (materialization->in_slot) {
@@ -148,6 +154,15 @@ struct alignas(64) ValueRecord {
     }
     return nullptr;
   }
+  /// Whether an arrival that could fail has come to an end, good or bad.
+  [[nodiscard]] bool has_settled_arrival() const noexcept {
+    for (const Materialization* each = first.get(); each != nullptr; each = each->next.get()) {
+      if (each->is_uncertain() && each->ready()->poll() != FenceStatus::kPending) {
+        return true;
+      }
+    }
+    return false;
+  }
   [[nodiscard]] bool can_be_made_again() const noexcept { return source != nullptr && !dirty; }
 };
 static_assert(sizeof(ValueRecord) == 192);
@@ -179,27 +194,23 @@ class ValueTable {
     return Handle(static_cast<std::int64_t>(id), record.type);
   }
 
-  /// Asks for the three cache lines of the record ahead of `find`. Inlined by force: GCC 12 takes a
-  /// function that only prefetches for one without effects, and drops the calls.
-  [[gnu::always_inline]] void prefetch(const Handle& handle) const noexcept {
-    const auto slot = static_cast<std::uint32_t>(handle.id()) & ((1U << kSlotBits) - 1);
-    const auto [number, index] = position_of(slot);
-    if (number < chunks_.size() && index < chunks_[number].num_made) {
-      prefetch_lines(&chunks_[number].records[index], sizeof(ValueRecord) / 64);
-    }
-  }
-
-  /// The same for what hangs off the record, which must have been asked for a little earlier.
-  [[gnu::always_inline]] void prefetch_contents(const Handle& handle) const noexcept {
-    const ValueRecord* record = find(handle).record;
-    if (record == nullptr) {
+  /// Asks the memory for what the next actions will look at: the record of one far ahead, what
+  /// hangs off one that was asked for a while ago, and what hangs off that of one before it. Inlined
+  /// by force: GCC 12 takes a function that only prefetches for one without effects, and drops the
+  /// calls.
+  [[gnu::always_inline]] void prefetch(std::span<const ResidencyAction> next) const noexcept {
+    constexpr std::size_t kAhead = 4;  // of each other: enough to hide a cache miss
+    if (next.size() <= 3 * kAhead) {
       return;
     }
-    prefetch_lines(record->spec.layout.get(), 3);
-    for (const Materialization* each = record->first.get(); each != nullptr;
-         each = each->next.get()) {
-      prefetch_lines(each->block.get(), 2);
-      prefetch_lines(each->fences.get(), 1);
+    if (const ValueRecord* record = slot_of(residency::handle_of(next[3 * kAhead]))) {
+      prefetch_lines(record, sizeof(ValueRecord) / 64);
+    }
+    if (const ValueRecord* record = slot_of(residency::handle_of(next[2 * kAhead]))) {
+      prefetch_contents(*record);
+    }
+    if (const ValueRecord* record = slot_of(residency::handle_of(next[kAhead]))) {
+      prefetch_fences(*record);
     }
   }
 
@@ -252,6 +263,31 @@ class ValueTable {
     std::uint32_t index;
   };
 
+  /// The record that a handle would have, whatever stands there now; null when there is none.
+  [[gnu::always_inline]] ValueRecord* slot_of(const Handle& handle) const noexcept {
+    const auto slot = static_cast<std::uint32_t>(handle.id()) & ((1U << kSlotBits) - 1);
+    const auto [number, index] = position_of(slot);
+    return number < chunks_.size() && index < chunks_[number].num_made
+               ? &chunks_[number].records[index]
+               : nullptr;
+  }
+  [[gnu::always_inline]] static void prefetch_contents(const ValueRecord& record) noexcept {
+    prefetch_lines(record.spec.layout.get(), 3);
+    for (const Materialization* each = record.first.get(); each != nullptr;
+         each = each->next.get()) {
+      prefetch_lines(each->block.get(), 2);
+      prefetch_lines(each->fences.get(), 1);
+    }
+  }
+  [[gnu::always_inline]] static void prefetch_fences(const ValueRecord& record) noexcept {
+    for (const Materialization* each = record.first.get(); each != nullptr;
+         each = each->next.get()) {
+      if (each->fences) {
+        prefetch_lines(each->fences->ready.get(), 1);
+        prefetch_lines(each->fences->readers.data(), 1);
+      }
+    }
+  }
   [[gnu::always_inline]] static void prefetch_lines(const void* begin,
                                                     std::size_t count) noexcept {
     for (std::size_t line = 0; begin != nullptr && line < count; ++line) {

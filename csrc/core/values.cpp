@@ -29,7 +29,7 @@ Handle ManagerState::register_source(std::shared_ptr<Source> source, const Value
   return values_.handle_of(record);
 }
 
-void ManagerState::check_not_managed(const std::vector<AddressRange>& ranges) const {
+void ManagerState::check_not_managed(const AddressRanges& ranges) const {
   for (const AddressRange& range : ranges) {
     // The only managed range that can reach into this one from below is the last that begins
     // before its end.
@@ -53,10 +53,7 @@ Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type
   MaterializationPtr materialization(new Materialization);
   materialization->location = at;
   materialization->set_ready(std::move(ready));
-  const std::vector<AddressRange> ranges = block->address_ranges();
-  if (!ranges.empty()) {
-    materialization->ranges = std::make_unique<const std::vector<AddressRange>>(ranges);
-  }
+  const AddressRanges ranges = block->address_ranges();
   if (block->logical_bytes() != spec.logical_bytes) {
     throw MaterializationError(
         fmt::format("adopt: the block has {} logical bytes, the spec says {}",
@@ -129,12 +126,13 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
     const Residence* chosen = at ? value.find(*at) : cheapest_in_memory(present_, value);
     if (chosen == nullptr && !at && cheapest_source(present_, value, std::nullopt) != nullptr) {
       // Only on disk: brought to memory in this turn, lest somebody takes it back before.
-      TransitionRecord entry;
-      entry.action = ActionKind::kMove;
-      entry.handle = handle;
-      entry.host_start_ns = now_ns();
-      (void)perform_in_turn(lock, trash, record, MoveResident{handle, Location::pageable_host()},
-                            {}, entry, nullptr, false);
+      Step step;
+      step.handle = step.entry.handle = handle;
+      step.record = record;
+      step.entry.action = ActionKind::kMove;
+      step.entry.host_start_ns = now_ns();
+      (void)perform_in_turn(lock, trash, MoveResident{handle, Location::pageable_host()}, {}, step,
+                            nullptr, false);
       continue;
     }
     if (chosen == nullptr || chosen->stale) {

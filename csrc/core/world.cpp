@@ -54,7 +54,7 @@ std::uint32_t* World::find_slot(std::int64_t id) {
 
 void World::grow() {
   if (index_.empty()) {
-    const std::size_t expected = std::min<std::size_t>(num_actions_, 4096);
+    const std::size_t expected = std::min<std::size_t>(num_actions_, 1U << 16);
     views_.reserve(expected);
     ids_.reserve(expected);
     index_.assign(std::bit_ceil(std::max<std::size_t>(16, 2 * expected)), 0);

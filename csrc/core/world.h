@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "inline_vector.h"
 #include "ledger.h"
 #include "residency/core/backend.h"
+#include "residency/core/inline_vector.h"
 #include "residency/core/options.h"
 #include "value_table.h"
 
@@ -76,10 +76,6 @@ class World {
 
   /// The reference is valid until the next call.
   [[nodiscard]] const ValueView& value(const Handle& handle);
-  /// Says that `value` will be called with this handle soon.
-  [[gnu::always_inline]] void prefetch(const Handle& handle) const noexcept {
-    values_.prefetch(handle);
-  }
   [[nodiscard]] const Account& account(Location location);
   [[nodiscard]] const Backend& backend() const noexcept { return backend_; }
   [[nodiscard]] const ManagerOptions& options() const noexcept { return options_; }

@@ -16,7 +16,6 @@
 #include <fmt/format.h>
 
 #include "csrc/cuda/copy_batch.h"
-#include "csrc/cuda/copy_group.h"
 #include "csrc/cuda/device_segments.h"
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/nvtx_range.h"
@@ -48,24 +47,27 @@ Bytes range_bytes(Bytes nbytes, Location at) {
                       : PageLockedSegments::range_bytes(nbytes);
 }
 
-Pieces pieces_of(const TensorBlock& source, const TensorBlock& target) {
-  Pieces pieces;
+/// Adds what a copy consists of. Returns its bytes.
+template <class Pieces>
+std::size_t add_pieces(const TensorBlock& source, const TensorBlock& target, Pieces& pieces) {
   const TensorLayout& layout = *source.tensor_layout();
-  if (source.is_packed() && target.is_packed()) {
-    if (layout.packed_bytes() != Bytes()) {
-      pieces.push_back({static_cast<std::byte*>(target.pack_data()),
-                        static_cast<const std::byte*>(source.pack_data()),
-                        static_cast<std::size_t>(layout.packed_bytes().count())});
+  std::size_t num_bytes = 0;
+  const auto add = [&](void* to, const void* from, std::size_t nbytes) {
+    if (nbytes != 0) {
+      pieces.push_back({static_cast<std::byte*>(to), static_cast<const std::byte*>(from), nbytes});
+      num_bytes += nbytes;
     }
-    return pieces;
+  };
+  if (source.is_packed() && target.is_packed()) {
+    add(target.pack_data(), source.pack_data(),
+        static_cast<std::size_t>(layout.packed_bytes().count()));
+    return num_bytes;
   }
   for (const std::uint32_t i : layout.order()) {
-    if (const auto nbytes = static_cast<std::size_t>(layout.storages()[i].count()); nbytes != 0) {
-      pieces.push_back({static_cast<std::byte*>(target.storage_data(i)),
-                        static_cast<const std::byte*>(source.storage_data(i)), nbytes});
-    }
+    add(target.storage_data(i), source.storage_data(i),
+        static_cast<std::size_t>(layout.storages()[i].count()));
   }
-  return pieces;
+  return num_bytes;
 }
 
 Bytes total_of(const std::vector<iovec>& runs) {
@@ -93,31 +95,24 @@ std::vector<iovec> next_of(const std::vector<iovec>& runs, Bytes done, Bytes mos
   return next;
 }
 
-/// A copy on its way onto a stream.
+/// Nothing need wait for it.
+bool is_over(const FencePtr& fence) noexcept {
+  return fence == nullptr || fence->poll() == FenceStatus::kDone;
+}
+
+/// Copies on their way onto a stream, with one fence behind them.
 struct Enqueuing {
   DeviceStreams& streams;
   Location device;
-  Pieces pieces;
-  c10::SmallVector<FencePtr, 4> after = {};
   std::optional<Peers> peers = std::nullopt;
-  /// One piece of our own memory: more copies follow at once, and nothing can be wrong with it.
-  bool may_be_put_off = false;
+  Pieces pieces = {};
+  c10::SmallVector<FencePtr, 4> after = {};
   bool blocked = false;
 
   /// Nothing has to come before it that only the host can wait for.
   [[nodiscard]] bool can_wait_on_stream() const;
-  /// By itself. Throws with nothing of it in flight.
-  FencePtr enqueue_on(cudaStream_t stream);
-  /// On a stream of ours, perhaps in a group.
-  FencePtr enqueue_on(Lane& lane);
-
- private:
-  [[nodiscard]] bool is_free() const;
-  [[nodiscard]] bool is_behind_all(cudaStream_t stream) const;
-  void wait_on(cudaStream_t stream);
-  FencePtr enqueue_behind(cudaStream_t stream);
-  cudaEvent_t record_begin(cudaStream_t stream);
-  void enqueue_pieces(cudaStream_t stream);
+  /// Throws with nothing of it in flight.
+  std::shared_ptr<EventFence> enqueue_on(cudaStream_t stream);
 };
 
 bool Enqueuing::can_wait_on_stream() const {
@@ -126,106 +121,25 @@ bool Enqueuing::can_wait_on_stream() const {
   });
 }
 
-/// Nothing has to come before it.
-bool Enqueuing::is_free() const {
-  return std::none_of(after.begin(), after.end(), [](const FencePtr& fence) {
-    return fence != nullptr && fence->poll() != FenceStatus::kDone;
-  });
-}
-
-/// The stream is behind whatever this one must come after.
-bool Enqueuing::is_behind_all(cudaStream_t stream) const {
-  return std::all_of(after.begin(), after.end(), [&](const FencePtr& fence) {
-    const auto* in_stream = dynamic_cast<const StreamFence*>(fence.get());
-    return fence == nullptr || (in_stream != nullptr && in_stream->stream() == stream) ||
-           fence->poll() == FenceStatus::kDone;
-  });
-}
-
-void Enqueuing::wait_on(cudaStream_t stream) {
+std::shared_ptr<EventFence> Enqueuing::enqueue_on(cudaStream_t stream) {
+  const RelaxedCapture relaxed;
   for (const FencePtr& fence : after) {
     blocked |= wait_on_stream(stream, fence, device);
   }
-}
-
-cudaEvent_t Enqueuing::record_begin(cudaStream_t stream) {
-  const RelaxedCapture relaxed;
   const cudaEvent_t begin = streams.events->take();
   if (const cudaError_t error = cudaEventRecord(begin, stream); error != cudaSuccess) {
     streams.events->give_back(begin);
     throw_cuda_error(error, device, "cudaEventRecord");
   }
-  return begin;
-}
-
-void Enqueuing::enqueue_pieces(cudaStream_t stream) {
-  if (const cudaError_t error = enqueue_copies(pieces, peers, stream); error != cudaSuccess) {
-    (void)cudaStreamSynchronize(stream);  // nothing of it may be in flight when this is told
-    throw_cuda_error(error, device, "cudaMemcpyAsync");
-  }
-}
-
-FencePtr Enqueuing::enqueue_on(cudaStream_t stream) {
-  const RelaxedCapture relaxed;
-  wait_on(stream);
-  return enqueue_behind(stream);
-}
-
-FencePtr Enqueuing::enqueue_behind(cudaStream_t stream) {
-  const auto fence = EventFence::prepare(streams.events, stream, record_begin(stream));
-  enqueue_pieces(stream);
-  if (const cudaError_t error = fence->record(); error != cudaSuccess) {
-    (void)cudaStreamSynchronize(stream);
-    throw_cuda_error(error, device, "cudaEventRecord");
-  }
-  return fence;
-}
-
-FencePtr Enqueuing::enqueue_on(Lane& lane) {
-  std::size_t num_bytes = 0;
-  for (const Piece& piece : pieces) {
-    num_bytes += piece.nbytes;
-  }
-  std::shared_ptr<CopyGroup> group;  // dies after the lock
-  const bool free = is_free();
-  if (!free && !is_behind_all(lane.stream)) {
-    const RelaxedCapture relaxed;
-    {
-      // Or what the group has so far would count as done only after the waits.
-      const std::lock_guard lock(lane.mutex);
-      group = lane.open;
-      if (group != nullptr) {
-        check_cuda(group->close(), device, "cudaEventRecord");
-      }
+  auto fence = EventFence::prepare(streams.events, stream, begin);
+  const auto check = [&](cudaError_t error, const char* call) {
+    if (error != cudaSuccess) {
+      (void)cudaStreamSynchronize(stream);  // nothing of it may be in flight when this is told
+      throw_cuda_error(error, device, call);
     }
-    wait_on(lane.stream);  // without the lock, as it may need that of another lane
-  }
-  const std::lock_guard lock(lane.mutex);
-  group = lane.open;
-  if (group != nullptr && !group->has_room(num_bytes)) {
-    check_cuda(group->close(), device, "cudaEventRecord");
-    group = nullptr;
-  }
-  const bool put_off = may_be_put_off && free;
-  if (group != nullptr && !put_off) {
-    // Those of a batch come in any order; this one may be behind one of them.
-    check_cuda(group->start(), device, "cudaMemcpyBatchAsync");
-  }
-  const RelaxedCapture relaxed;
-  if (group == nullptr) {
-    if (num_bytes > CopyGroup::kMostBytes) {
-      return enqueue_behind(lane.stream);
-    }
-    group = std::make_shared<CopyGroup>(streams.events, lane, record_begin(lane.stream));
-  }
-  FencePtr fence;
-  if (put_off) {
-    fence = group->put_off(pieces.front());
-  } else {
-    fence = group->join(num_bytes);  // first, as nothing may fail after the copy
-    enqueue_pieces(lane.stream);
-  }
-  lane.open = std::move(group);
+  };
+  check(enqueue_copies(pieces, peers, stream), "cudaMemcpyAsync");
+  check(fence->record(), "cudaEventRecord");
   return fence;
 }
 
@@ -241,6 +155,124 @@ void refuse_while_caller_captures(Location at, std::string_view what,
   refuse_at(current);
   if (at.is_cuda() && at != current) {
     refuse_at(at);
+  }
+}
+
+/// Where copies between two locations go. Its device is the current one until it ends.
+class Route {
+ public:
+  /// Throws `CaptureError`.
+  Route(Location from, Location to) : to_device_(to.is_cuda()), device_(to_device_ ? to : from) {
+    const c10::DeviceIndex current = c10::cuda::current_device();
+    refuse_while_caller_captures(device_, "nothing is moved", current);
+    if (current != index_of(device_)) {  // it costs more than the question
+      guard_.emplace(index_of(device_));
+    }
+    streams_ = &streams_of(device_);
+    if (from.is_cuda() && to.is_cuda() && from != to) {
+      peers_ = Peers{from.cuda_index(), to.cuda_index()};
+    }
+  }
+  [[nodiscard]] Location device() const noexcept { return device_; }
+  [[nodiscard]] TransferPath path() const noexcept {
+    return peers_.has_value() ? TransferPath::kPeer : TransferPath::kDirect;
+  }
+  [[nodiscard]] const Lane& lane() const noexcept {
+    return to_device_ ? streams_->in : streams_->out;
+  }
+  [[nodiscard]] AheadLane& ahead_lane() const noexcept {
+    return to_device_ ? streams_->ahead_in : streams_->ahead_out;
+  }
+  [[nodiscard]] const char* label() const noexcept {
+    return peers_.has_value() ? "residency::copy between devices" : lane().label;
+  }
+  [[nodiscard]] Enqueuing begin() const { return {*streams_, device_, peers_}; }
+
+ private:
+  bool to_device_;
+  Location device_;
+  std::optional<c10::cuda::CUDAGuard> guard_;
+  DeviceStreams* streams_ = nullptr;
+  std::optional<Peers> peers_;
+};
+
+[[noreturn]] void throw_transfer_error(const CopyRequest& request, TransferPath path,
+                                       const std::exception& cause) {
+  throw TransferError(request.value, path, std::current_exception(),
+                      fmt::format("{} from {} to {}: {}", to_string(request.value),
+                                  to_string(request.from), to_string(request.to), cause.what()));
+}
+
+/// Copies that wait to be enqueued together.
+class Gathered {
+ public:
+  Gathered(const Route& route, std::size_t num_requests, std::vector<CopyResult>& results)
+      : route_(route), results_(results), copies_(route.begin()) {
+    copies_.pieces.reserve(num_requests);
+    blocks_.reserve(num_requests);
+  }
+
+  [[nodiscard]] bool empty() const noexcept { return blocks_.empty(); }
+  /// Whether one of so many bytes may share a fence with these, which the first of them waits for
+  /// as the last does: if they are few, and no less free to begin.
+  [[nodiscard]] bool has_room(Bytes nbytes, bool waits) const noexcept {
+    constexpr auto kMost = Bytes(std::int64_t{1} << 20);  // 20 us at 50 GB/s
+    return waits == waits_ && nbytes <= kMost.saturating_sub(nbytes_);
+  }
+  void add(const CopyRequest& request, DeviceLayer::Room room, bool waits);
+  /// Adds their results. Throws with none of them in flight.
+  void enqueue();
+
+ private:
+  const Route& route_;
+  std::vector<CopyResult>& results_;  // has room
+  Enqueuing copies_;
+  const CopyRequest* first_ = nullptr;
+  std::vector<std::pair<std::shared_ptr<TensorBlock>, std::size_t>> blocks_;  // with their bytes
+  Bytes nbytes_;
+  bool waits_ = false;
+};
+
+void Gathered::add(const CopyRequest& request, DeviceLayer::Room room, bool waits) {
+  const auto& source = static_cast<const TensorBlock&>(*request.source);
+  const std::size_t num_bytes = add_pieces(source, *room.block, copies_.pieces);
+  if (waits) {
+    copies_.after.append(room.after.begin(), room.after.end());
+    copies_.after.push_back(request.source_ready);
+  }
+  if (empty()) {
+    first_ = &request;
+    waits_ = waits;
+  }
+  nbytes_ += Bytes(static_cast<std::int64_t>(num_bytes));
+  blocks_.emplace_back(std::move(room.block), num_bytes);
+}
+
+void Gathered::enqueue() {
+  if (empty()) {
+    return;
+  }
+  auto blocks = std::exchange(blocks_, {});
+  nbytes_ = Bytes();
+  // First what can fail, as nothing may once they are under way.
+  const auto parts = blocks.size() > 1 ? std::make_shared<FenceParts>(blocks.size()) : nullptr;
+  std::shared_ptr<EventFence> fence;
+  try {
+    fence = copies_.enqueue_on(route_.lane().stream);
+  } catch (const UnavailableError& error) {
+    throw_transfer_error(*first_, route_.path(), error);
+  }
+  copies_.pieces.clear();
+  copies_.after.clear();
+  const bool blocked = std::exchange(copies_.blocked, false);
+  if (parts != nullptr) {
+    parts->set_whole(fence);
+  }
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    auto& [block, num_bytes] = blocks[i];
+    results_.push_back({std::move(block),
+                        parts != nullptr ? parts->part(i, num_bytes) : FencePtr(fence),
+                        route_.path(), blocked});
   }
 }
 
@@ -262,7 +294,8 @@ class CudaLayer final : public DeviceLayer {
   [[nodiscard]] bool end_use(const TensorBlock& block, const LastUses& uses) override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request, const TensorBlock& source,
                                 std::shared_ptr<TensorBlock> overwrite) override;
-  void flush() noexcept override;
+  [[nodiscard]] std::exception_ptr copy_all(std::span<const CopyRequest> requests,
+                                            std::vector<CopyResult>& results) override;
   [[nodiscard]] bool pace(Fence& copy, bool at_once) noexcept override;
   [[nodiscard]] bool copy_staged(const TensorBlock& on_device, bool to_device, const HostEnd& host,
                                  const std::optional<Stream>& stream, Bytes& done,
@@ -364,66 +397,63 @@ bool CudaLayer::end_use(const TensorBlock& block, const LastUses& uses) {
 
 CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source,
                            std::shared_ptr<TensorBlock> overwrite) {
-  const bool to_device = request.to.is_cuda();
-  const Location device = to_device ? request.to : request.from;
-  const c10::DeviceIndex current = c10::cuda::current_device();
-  refuse_while_caller_captures(device, "nothing is moved", current);
-  std::optional<c10::cuda::CUDAGuard> guard;
-  if (current != index_of(device)) {  // it costs more than the question
-    guard.emplace(index_of(device));
-  }
-  DeviceStreams& streams = streams_of(device);
+  const Route route(request.from, request.to);
   Room room = overwrite != nullptr ? Room{std::move(overwrite), request.overwrite_after}
                                    : take_room(source.tensor_layout(), request.to);
   CopyResult result;
-  result.path = to_device && request.from.is_cuda() && request.from != request.to
-                    ? TransferPath::kPeer
-                    : TransferPath::kDirect;
-  Enqueuing copy{streams, device, pieces_of(source, *room.block)};
+  result.path = route.path();
+  Enqueuing copy = route.begin();
+  (void)add_pieces(source, *room.block, copy.pieces);
   copy.after.append(room.after.begin(), room.after.end());
   copy.after.push_back(request.source_ready);
-  if (result.path == TransferPath::kPeer) {
-    copy.peers = Peers{request.from.cuda_index(), request.to.cuda_index()};
-  }
-  copy.may_be_put_off = !request.stream.has_value() && copy.pieces.size() == 1 &&
-                        source.is_packed() && room.block->is_packed() && request.more_follow &&
-                        !copy.peers.has_value();
   try {
-    Lane& lane = to_device ? streams.in : streams.out;
-    const NvtxRange range(copy.peers.has_value() ? "residency::copy between devices" : lane.label);
+    const NvtxRange range(route.label());
     if (request.ahead_of_need && !request.stream.has_value() && !copy.pieces.empty() &&
         copy.can_wait_on_stream()) {
       result.ready = std::make_shared<PacedCopy>(
-          streams.events, to_device ? streams.ahead_in : streams.ahead_out, std::move(copy.pieces),
+          copy.streams.events, route.ahead_lane(), std::move(copy.pieces),
           std::vector<FencePtr>(copy.after.begin(), copy.after.end()), copy.peers);
     } else if (request.stream.has_value()) {
       const cudaStream_t stream = handle_of(*request.stream);
-      refuse_while_capturing(stream, device, "nothing is moved");
+      refuse_while_capturing(stream, route.device(), "nothing is moved");
       result.ready = copy.enqueue_on(stream);
     } else {
-      result.ready = copy.enqueue_on(lane);
+      result.ready = copy.enqueue_on(route.lane().stream);
     }
   } catch (const UnavailableError& error) {
-    throw TransferError(request.value, result.path, std::current_exception(),
-                        fmt::format("{} from {} to {}: {}", to_string(request.value),
-                                    to_string(request.from), to_string(request.to), error.what()));
+    throw_transfer_error(request, result.path, error);
   }
   result.blocked = copy.blocked;
   result.block = std::move(room.block);
   return result;
 }
 
-void CudaLayer::flush() noexcept {
-  for (int index = 0; index < c10::cuda::device_count(); ++index) {
-    if (DeviceStreams* streams = find_streams(Location::cuda(index)); streams != nullptr) {
-      for (Lane* lane : {&streams->in, &streams->out}) {
-        const std::lock_guard lock(lane->mutex);
-        if (lane->open != nullptr) {
-          (void)lane->open->start();  // if it fails, whoever waits for it will try again
+std::exception_ptr CudaLayer::copy_all(std::span<const CopyRequest> requests,
+                                       std::vector<CopyResult>& results) {
+  std::exception_ptr failure;
+  try {
+    const Route route(requests.front().from, requests.front().to);
+    const NvtxRange range(route.label());
+    Gathered gathered(route, requests.size(), results);
+    try {
+      for (const CopyRequest& request : requests) {
+        const auto& layout = static_cast<const TensorBlock&>(*request.source).tensor_layout();
+        Room room = take_room(layout, request.to);
+        const bool waits = !is_over(request.source_ready) ||
+                           !std::all_of(room.after.begin(), room.after.end(), is_over);
+        if (!gathered.empty() && !gathered.has_room(layout->packed_bytes(), waits)) {
+          gathered.enqueue();
         }
+        gathered.add(request, std::move(room), waits);
       }
+    } catch (...) {
+      failure = std::current_exception();
     }
+    gathered.enqueue();  // they come before what has failed
+  } catch (...) {
+    failure = std::current_exception();
   }
+  return failure;
 }
 
 bool CudaLayer::pace(Fence& copy, bool at_once) noexcept {

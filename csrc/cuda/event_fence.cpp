@@ -183,6 +183,40 @@ std::exception_ptr EventFence::error() const {
                   cudaGetErrorString(error), cudaGetErrorName(error))));
 }
 
+class FenceParts::Part final : public StreamFence {
+ public:
+  [[nodiscard]] FenceStatus poll() const noexcept override { return of_->whole_->poll(); }
+  void wait() override { of_->whole_->wait(); }
+  [[nodiscard]] std::optional<std::int64_t> elapsed_ns() const override {
+    const std::optional<std::int64_t> whole = of_->whole_->elapsed_ns();
+    if (!whole.has_value() || of_->num_bytes_ == 0) {
+      return whole;
+    }
+    return static_cast<std::int64_t>(static_cast<double>(*whole) * static_cast<double>(num_bytes_) /
+                                     static_cast<double>(of_->num_bytes_));
+  }
+  [[nodiscard]] std::exception_ptr error() const override { return of_->whole_->error(); }
+  [[nodiscard]] cudaEvent_t event() override { return of_->whole_->event(); }
+  [[nodiscard]] cudaStream_t stream() const noexcept override { return of_->whole_->stream(); }
+
+ private:
+  friend class FenceParts;
+  const FenceParts* of_ = nullptr;
+  std::size_t num_bytes_ = 0;
+};
+
+FenceParts::FenceParts(std::size_t count) : parts_(new Part[count]) {}
+
+FenceParts::~FenceParts() = default;
+
+FencePtr FenceParts::part(std::size_t index, std::size_t num_bytes) noexcept {
+  Part& part = parts_[index];
+  part.of_ = this;
+  part.num_bytes_ = num_bytes;
+  num_bytes_ += num_bytes;
+  return {shared_from_this(), &part};
+}
+
 bool wait_on_stream(cudaStream_t stream, const FencePtr& fence, Location device) {
   if (!is_pending(fence)) {
     if (fence != nullptr && fence->poll() == FenceStatus::kFailed) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -88,6 +89,25 @@ class EventFence final : public StreamFence {
   const std::uint64_t generation_;
   mutable std::atomic<FenceStatus> status_{FenceStatus::kPending};
   mutable std::atomic<cudaError_t> error_{cudaSuccess};
+};
+
+/// Fences of several copies that lie before one point. Each has its share of the time, by bytes.
+class FenceParts : public std::enable_shared_from_this<FenceParts> {
+ public:
+  explicit FenceParts(std::size_t count);
+  ~FenceParts();
+  FenceParts(const FenceParts&) = delete;
+  FenceParts& operator=(const FenceParts&) = delete;
+  /// Once, before anything else.
+  void set_whole(std::shared_ptr<EventFence> whole) noexcept { whole_ = std::move(whole); }
+  /// The fence of one of them. All are made before one is asked for its time.
+  [[nodiscard]] FencePtr part(std::size_t index, std::size_t num_bytes) noexcept;
+
+ private:
+  class Part;
+  std::shared_ptr<EventFence> whole_;
+  const std::unique_ptr<Part[]> parts_;  // NOLINT(modernize-avoid-c-arrays): they cannot be moved
+  std::size_t num_bytes_ = 0;
 };
 
 /// Makes the stream go on only after the fence, without waiting on the host where the fence is an

@@ -6,7 +6,6 @@
 #include <c10/core/Device.h>
 #include <cuda_runtime_api.h>
 
-#include "csrc/cuda/copy_group.h"
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/paced_copy.h"
 #include "residency/core/location.h"
@@ -19,6 +18,12 @@ inline constexpr std::size_t kMaxDevices = 128;
 [[nodiscard]] inline c10::DeviceIndex index_of(Location device) {
   return static_cast<c10::DeviceIndex>(device.cuda_index());
 }
+
+/// A stream for copies.
+struct Lane {
+  const char* label = "";  ///< of its copies in NVIDIA's tools
+  cudaStream_t stream = nullptr;
+};
 
 /// The streams on which this library works at one device. One set per process and device, made at
 /// first use and never destroyed: blocks of the caching allocator belong to `arena` for ever, and a

@@ -1,6 +1,7 @@
 #include "csrc/simcuda/address_space.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 
 #include <sys/mman.h>
@@ -130,6 +131,7 @@ void AddressSpace::decommit(uintptr_t base, uint64_t num_bytes) {
 void AddressSpace::insert(const Range& range) {
   std::lock_guard lock(ranges_mutex_);
   ranges_[range.base] = range;
+  ++epoch_;
 }
 
 bool AddressSpace::insert_if_free(const Range& range) {
@@ -137,16 +139,31 @@ bool AddressSpace::insert_if_free(const Range& range) {
   auto after = ranges_.lower_bound(range.end());
   if (after != ranges_.begin() && std::prev(after)->second.end() > range.base) return false;
   ranges_[range.base] = range;
+  ++epoch_;
   return true;
 }
 
 std::optional<Range> AddressSpace::find(const void* address) const {
   uintptr_t at = reinterpret_cast<uintptr_t>(address);
+  // Copies mostly go between the same two, and a lookup in a driver costs next to nothing.
+  struct Recent {
+    uint64_t epoch = 0;
+    std::array<Range, 2> ranges = {};
+    size_t next = 0;
+  };
+  thread_local Recent recent;
+  uint64_t epoch = epoch_.load();
+  if (recent.epoch != epoch) recent = {.epoch = epoch};
+  for (const Range& range : recent.ranges) {
+    if (range.base <= at && at < range.end()) return range;
+  }
   std::shared_lock lock(ranges_mutex_);
   auto after = ranges_.upper_bound(at);
   if (after == ranges_.begin()) return std::nullopt;
   const Range& range = std::prev(after)->second;
   if (at >= range.end()) return std::nullopt;
+  recent.ranges[recent.next] = range;
+  recent.next = 1 - recent.next;
   return range;
 }
 
@@ -156,6 +173,7 @@ std::optional<Range> AddressSpace::take(const void* base, RangeKind kind) {
   if (found == ranges_.end() || found->second.kind != kind) return std::nullopt;
   Range range = found->second;
   ranges_.erase(found);
+  ++epoch_;
   return range;
 }
 

@@ -8,6 +8,7 @@
 #ifndef RESIDENCY_CSRC_SIMCUDA_ADDRESS_SPACE_H
 #define RESIDENCY_CSRC_SIMCUDA_ADDRESS_SPACE_H
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -96,6 +97,7 @@ class AddressSpace {
 
   mutable std::shared_mutex ranges_mutex_;
   std::map<uintptr_t, Range> ranges_;
+  std::atomic<uint64_t> epoch_{1};  // of ranges_
 
   mutable std::mutex space_mutex_;  // guards the rest, and the devices' used bytes
   std::map<uintptr_t, uint64_t> free_;

@@ -135,8 +135,8 @@ TEST_F(EnsureTest, ReadingFromALeasedOrHeldMaterializationIsAllowedAndSharesNoth
   Hold held = hold(handle, kPageable);
   manager->ensure(handle, kPinned);
   Lease other = acquire(handle, kPinned);
-  const auto here = block(lease, handle).address_ranges().at(0);
-  const auto there = block(other, handle).address_ranges().at(0);
+  const auto here = *block(lease, handle).address_ranges().begin();
+  const auto there = *block(other, handle).address_ranges().begin();
   EXPECT_TRUE(here.end <= there.begin || there.end <= here.begin);
   other.release();
   lease.release();

@@ -535,6 +535,63 @@ TEST_F(RollbackTest, SeventhOfTenCannotAllocateAndASecondTrySucceeds) {
   backend->complete_all();
 }
 
+// They are made together, with some that have nothing to do in between.
+TEST_F(RollbackTest, CopiesBeforeTheOneThatCannotAllocateAreMade) {
+  fake_options.capacity[kCuda0] = 3072_B;
+  start();
+  std::vector<Handle> handles;
+  ActionList actions;
+  for (int i = 0; i < 10; ++i) {
+    handles.push_back(adopt(kPinned, 512));
+    actions.push_back(i == 2   ? ResidencyAction(EnsureResident{handles.back(), kPinned})
+                      : i == 4 ? ResidencyAction(MoveResident{handles.back(), kCuda0})
+                               : ResidencyAction(EnsureResident{handles.back(), kCuda0}));
+  }
+  const std::string before = fingerprint(manager->snapshot());
+  for (const auto on_failure : {OnFailure::kRollback, OnFailure::kKeep}) {
+    ExecuteOptions options;
+    options.on_failure = on_failure;
+    try {
+      manager->execute(actions, options);
+      FAIL();
+    } catch (const PlanExecutionError& error) {
+      EXPECT_EQ(error.index, 7U);
+      EXPECT_EQ(error.completed.size(), 7U);
+      EXPECT_THROW(std::rethrow_exception(error.cause), fake::OutOfMemory);
+      EXPECT_EQ(error.state_restored, on_failure == OnFailure::kRollback);
+    }
+    backend->complete_all();
+    EXPECT_EQ(used(kCuda0), on_failure == OnFailure::kRollback ? 0_B : 3072_B);
+    EXPECT_EQ(backend->live_bytes(kCuda0), used(kCuda0));
+    for (std::size_t i = 0; i < handles.size(); ++i) {
+      const bool there = on_failure == OnFailure::kKeep && i < 7 && i != 2;
+      EXPECT_TRUE(holds(handles[i], there ? kCuda0 : kPinned)) << i;
+    }
+    manager->audit();
+  }
+  const auto trace = manager->trace();
+  EXPECT_EQ(std::ranges::count_if(trace, &TransitionRecord::failed), 2);
+}
+
+// What is asked for twice in one call is there the second time.
+TEST_F(RollbackTest, OneValueTwiceAmongCopiesThatAreMadeTogether) {
+  start();
+  const Handle first = adopt(kPinned, 512);
+  const Handle second = adopt(kPinned, 512);
+  const PlanReport report =
+      manager->execute(ActionList{EnsureResident{first, kCuda0}, EnsureResident{second, kCuda0},
+                                  EnsureResident{first, kCuda0}, MoveResident{second, kCuda0}});
+  ASSERT_EQ(report.size(), 4U);
+  EXPECT_EQ(report[1].reason, Reason::kCopied);
+  EXPECT_EQ(report[2].reason, Reason::kAlreadyResident);
+  EXPECT_EQ(report[3].reason, Reason::kReleased);
+  backend->complete_all();
+  EXPECT_TRUE(holds(first, kCuda0));
+  EXPECT_TRUE(holds(second, kCuda0));
+  EXPECT_EQ(used(kPinned), 512_B);
+  manager->audit();
+}
+
 TEST_F(RollbackTest, WhatCannotBeUndoneIsSaid) {
   const Warnings warnings;
   start();

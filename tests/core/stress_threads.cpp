@@ -95,9 +95,11 @@ struct LooseBlock : Block {
   [[nodiscard]] Location location() const override { return at; }
   [[nodiscard]] Bytes logical_bytes() const override { return nbytes; }
   [[nodiscard]] const Layout* layout() const override { return nullptr; }
-  [[nodiscard]] std::vector<AddressRange> address_ranges() const override {
+  [[nodiscard]] AddressRanges address_ranges() const override {
     const auto begin = reinterpret_cast<std::uintptr_t>(&content);
-    return {{begin, begin + sizeof content}};
+    AddressRanges ranges;
+    ranges.push_back({begin, begin + sizeof content});
+    return ranges;
   }
   Location at;
   Bytes nbytes;

@@ -382,8 +382,68 @@ TEST_F(DeviceTier, SmallCopiesOfOneExecuteAreEnqueuedTogether) {
   }
 }
 
-// Copies of a batch are in no order, and what is put off is not behind what was enqueued since.
-TEST_F(DeviceTier, CopyPutOffIsNotOvertaken) {
+TEST_F(DeviceTier, SmallMovesOfOneExecuteAreEnqueuedTogether) {
+  if (!simulated()) {
+    GTEST_SKIP() << "only the simulated runtime counts";
+  }
+  constexpr int kNumValues = 100;
+  std::vector<Handle> handles;
+  std::vector<ResidencyAction> actions;
+  for (int i = 0; i < kNumValues; ++i) {
+    handles.push_back(value(4096, i));
+    manager_->move(handles.back(), kPinned).wait();
+    actions.emplace_back(MoveResident{handles.back(), kDevice});
+  }
+  simcuda_reset_counters();
+  const PlanReport report = manager_->execute(actions);
+  EXPECT_EQ(simcuda_calls("cudaMemcpyBatchAsync"), 1U);
+  EXPECT_EQ(simcuda_calls("cudaMemcpyAsync"), 0U);
+  report.wait();
+  EXPECT_EQ(manager_->snapshot().find(kPinned)->used, Bytes());
+  for (int i = 0; i < kNumValues; ++i) {
+    EXPECT_EQ(byte_of(handles[static_cast<std::size_t>(i)], kDevice), i);
+  }
+}
+
+// When the device takes none of them nothing has changed, and a second try goes through.
+TEST_F(DeviceTier, CopiesOfOneExecuteThatCannotBeEnqueued) {
+  if (!simulated()) {
+    GTEST_SKIP() << "only the simulated runtime fails on demand";
+  }
+  std::vector<Handle> handles;
+  std::vector<ResidencyAction> actions;
+  for (int i = 0; i < 10; ++i) {
+    handles.push_back(value(4096, i));
+    manager_->move(handles.back(), kPinned).wait();
+    actions.emplace_back(i % 2 == 0 ? ResidencyAction(EnsureResident{handles.back(), kDevice})
+                                    : ResidencyAction(MoveResident{handles.back(), kDevice}));
+  }
+  for (const char* call : {"cudaMemcpyBatchAsync", "cudaMemcpyAsync"}) {
+    ASSERT_EQ(simcuda_fail(call, 0, 1, cudaErrorInvalidValue), 0);
+  }
+  try {
+    (void)manager_->execute(actions);
+    FAIL();
+  } catch (const PlanExecutionError& error) {
+    EXPECT_EQ(error.index, 0U);
+    EXPECT_TRUE(error.completed.empty());
+    EXPECT_THROW(std::rethrow_exception(error.cause), TransferError);
+  }
+  for (int i = 0; i < 10; ++i) {
+    EXPECT_EQ(byte_of(handles[static_cast<std::size_t>(i)], kPinned), i);
+  }
+  EXPECT_EQ(manager_->snapshot().find(kPinned)->used, Bytes(10 * 4096));
+  manager_->audit();
+  manager_->execute(actions).wait();
+  for (int i = 0; i < 10; ++i) {
+    EXPECT_EQ(byte_of(handles[static_cast<std::size_t>(i)], kDevice), i);
+  }
+  EXPECT_EQ(manager_->snapshot().find(kPinned)->used, Bytes(5 * 4096));
+  manager_->audit();
+}
+
+// Copies of a batch are in no order among themselves.
+TEST_F(DeviceTier, CopyIsNotOvertaken) {
   const std::int64_t room = 2 * 4096;  // the second value comes where the first was
   const Handle anchor = value(room, 0);
   manager_->ensure(anchor, kDevice).wait();  // or an empty segment would be given back
@@ -410,7 +470,7 @@ TEST_F(DeviceTier, CopyPutOffIsNotOvertaken) {
 }
 
 // An execute that comes to a halt behind a source still has its copies under way.
-TEST_F(DeviceTier, CopiesAreNotPutOffForASourceThatTakesItsTime) {
+TEST_F(DeviceTier, CopiesBeforeASourceThatTakesItsTimeAreUnderWay) {
   if (!simulated()) {
     GTEST_SKIP() << "only the simulated runtime counts";
   }
@@ -449,18 +509,23 @@ TEST_F(DeviceTier, SmallCopiesShareAnEvent) {
   TensorResident fields({{"x", on_device(4096)}});
   const Handle first = adopt(*manager_, std::move(fields),
                              {.mode = ReplicaMode::kReplicable, .stream = named(producer)});
-  manager_->ensure(first, kPinned);
-  const std::uint64_t before = simcuda_calls("cudaEventRecord");
-  std::vector<ActionReport> reports;
+  std::vector<ResidencyAction> actions = {EnsureResident{first, kPinned}};
   for (const Handle& handle : handles) {
-    reports.push_back(manager_->ensure(handle, kPinned));
+    actions.emplace_back(EnsureResident{handle, kPinned});
   }
+  const std::uint64_t before = simcuda_calls("cudaEventRecord");
+  const PlanReport report = manager_->execute(actions);
   EXPECT_LE(simcuda_calls("cudaEventRecord") - before, 10U);
-  EXPECT_FALSE(reports.front().done());
+  EXPECT_FALSE(report[1].device_elapsed_ns.has_value());
   gate.open();
-  for (const ActionReport& report : reports) {
-    report.wait();
+  report.wait();
+  std::int64_t elapsed_ns = 0;
+  for (std::size_t i = 1; i < report.size(); ++i) {
+    ASSERT_TRUE(report[i].device_elapsed_ns.has_value());
+    EXPECT_EQ(*report[i].device_elapsed_ns, *report[1].device_elapsed_ns);
+    elapsed_ns += *report[i].device_elapsed_ns;
   }
+  EXPECT_GT(elapsed_ns, 0);
   for (int i = 0; i < kNumValues; ++i) {
     EXPECT_EQ(byte_of(handles[static_cast<std::size_t>(i)], kPinned), i);
   }

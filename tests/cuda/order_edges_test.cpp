@@ -274,7 +274,7 @@ TEST_F(OrderEdge, CopyBehindAWriteBack) {
   manager_->ensure(handle, kDevice);
 }
 
-TEST_F(OrderEdge, CopyBehindOneThatWasPutOff) {
+TEST_F(OrderEdge, CopyBehindOneOfTheSameExecute) {
   const Handle handle = only_at(kPinned, kSmall);
   without(kStreamWait);
   manager_->execute(std::vector<ResidencyAction>{EnsureResident{handle, kDevice},

@@ -689,11 +689,13 @@ Location FakeBlock::location() const {
   return memory_->location;
 }
 
-std::vector<AddressRange> FakeBlock::address_ranges() const {
-  if (memory_->location.is_disk() || memory_->storage == Bytes()) {
-    return {};
+AddressRanges FakeBlock::address_ranges() const {
+  AddressRanges ranges;
+  if (!memory_->location.is_disk() && memory_->storage != Bytes()) {
+    ranges.push_back(
+        {memory_->begin, memory_->begin + static_cast<std::uintptr_t>(memory_->storage.count())});
   }
-  return {{memory_->begin, memory_->begin + static_cast<std::uintptr_t>(memory_->storage.count())}};
+  return ranges;
 }
 
 bool FakeBlock::holds(std::uint64_t seed) const {

@@ -132,7 +132,7 @@ class FakeBlock : public Block {
   [[nodiscard]] Location location() const override;
   [[nodiscard]] Bytes logical_bytes() const override { return logical_; }
   [[nodiscard]] const Layout* layout() const override { return layout_.get(); }
-  [[nodiscard]] std::vector<AddressRange> address_ranges() const override;
+  [[nodiscard]] AddressRanges address_ranges() const override;
 
   /// True when all its bytes are those of the seed. A read before the bytes are there, or after
   /// they were freed, is a violation.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -66,13 +67,14 @@ class RESIDENCY_API DeviceLayer {
   /// Copies between two blocks of which each is at a device or in page-locked memory, and at least
   /// one at a device: into a new pack, or into `overwrite`. Enqueued on the request's stream, or on
   /// the layer's own of the device and direction, behind `source_ready` and `overwrite_after`;
-  /// where more copies follow perhaps only by `flush`, ahead of need by `pace`, or when its fence
-  /// is waited for. Throws, with nothing of it in flight, what `allocate` throws, and
-  /// `TransferError`.
+  /// ahead of need by `pace`, or when its fence is waited for. Throws, with nothing of it in
+  /// flight, what `allocate` throws, and `TransferError`.
   [[nodiscard]] virtual CopyResult copy(const CopyRequest& request, const TensorBlock& source,
                                         std::shared_ptr<TensorBlock> overwrite) = 0;
-  /// Enqueues all that `copy` has put off.
-  virtual void flush() noexcept = 0;
+  /// As `Backend::copy_all`: several such copies of `TensorBlock`s into new packs, on the layer's
+  /// own stream.
+  [[nodiscard]] virtual std::exception_ptr copy_all(std::span<const CopyRequest> requests,
+                                                    std::vector<CopyResult>& results) = 0;
   /// Enqueues what there is room for of a copy of which `copy` was told that it is ahead of need,
   /// by its fence: in chunks of 16 MiB, of which two at most are outstanding in one direction of a
   /// device, in the order of the first calls; or all that is left, `at_once`. False: to be called

@@ -55,7 +55,7 @@ class RESIDENCY_API TensorBlock final : public Block,
   [[nodiscard]] Location location() const override { return location_; }
   [[nodiscard]] Bytes logical_bytes() const override { return layout_->logical_bytes(); }
   [[nodiscard]] const Layout* layout() const override { return layout_.get(); }
-  [[nodiscard]] std::vector<AddressRange> address_ranges() const override;
+  [[nodiscard]] AddressRanges address_ranges() const override;
 
   [[nodiscard]] const std::shared_ptr<const TensorLayout>& tensor_layout() const noexcept {
     return layout_;

@@ -58,7 +58,8 @@ class RESIDENCY_API TorchBackend final : public Backend {
 
   [[nodiscard]] std::optional<Bytes> spare_bytes(Location location, Bytes wanted) override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request) override;
-  void flush() noexcept override;
+  [[nodiscard]] std::exception_ptr copy_all(std::span<const CopyRequest> requests,
+                                            std::vector<CopyResult>& results) override;
   [[nodiscard]] BlockPtr reconstruct(Source& source, const ValueSpec& spec, Location at) override;
   void release(BlockPtr block, std::vector<FencePtr> after) noexcept override;
   [[nodiscard]] FencePtr watch_escape(const Block& block) override;
@@ -73,6 +74,8 @@ class RESIDENCY_API TorchBackend final : public Backend {
 
  private:
   struct State;
+  void check_available(Location location) const;
+
   std::unique_ptr<State> state_;
 };
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -12,6 +13,7 @@
 #include "residency/core/export.h"
 #include "residency/core/fence.h"
 #include "residency/core/handle.h"
+#include "residency/core/inline_vector.h"
 #include "residency/core/location.h"
 #include "residency/core/source.h"
 #include "residency/core/spec.h"
@@ -27,6 +29,7 @@ struct AddressRange {
   std::uintptr_t end = 0;
   friend bool operator==(const AddressRange&, const AddressRange&) = default;
 };
+using AddressRanges = InlineVector<AddressRange, 1>;
 
 /// The memory (or file) of one materialization, as the backend keeps it. The core owns it through
 /// shared pointers, hands it back to the backend, and never looks at its bytes.
@@ -42,8 +45,9 @@ class RESIDENCY_API Block {
   [[nodiscard]] virtual Location location() const = 0;
   [[nodiscard]] virtual Bytes logical_bytes() const = 0;
   [[nodiscard]] virtual const Layout* layout() const = 0;
-  /// The addresses of its storages; empty for files and for zero-byte values.
-  [[nodiscard]] virtual std::vector<AddressRange> address_ranges() const = 0;
+  /// The addresses of its storages, the same for its life; empty for files and for zero-byte
+  /// values. Called under the manager's mutex.
+  [[nodiscard]] virtual AddressRanges address_ranges() const = 0;
 };
 using BlockPtr = std::shared_ptr<Block>;
 
@@ -85,9 +89,6 @@ struct CopyRequest {
   std::vector<FencePtr> overwrite_after;
   /// The stream to copy on, given by the caller; otherwise the backend's own.
   std::optional<Stream> stream;
-  /// The manager asks for more copies at once and calls `flush` after the last: several may be
-  /// enqueued together then.
-  bool more_follow = false;
   /// Nobody waits for it yet: copies that are asked for later may pass it.
   bool ahead_of_need = false;
 };
@@ -175,10 +176,12 @@ class RESIDENCY_API Backend {
   /// `StorageError`, `PageLockError`), when a file cannot be read back (`MaterializationError`) or
   /// the device is lost (`DeviceLostError`); the source is then as it was.
   [[nodiscard]] virtual CopyResult copy(const CopyRequest& request) = 0;
-  /// Enqueues what `copy` has put off because more copies followed. Until then the fences of those
-  /// are pending; to wait for one, on the host or by a stream, enqueues it. Copies whose source is
-  /// given up at once are not put off.
-  virtual void flush() noexcept;
+  /// The same for several between the same two locations, none of which overwrites a block or comes
+  /// ahead of need: enqueued together where that is cheaper, in no order among themselves. Appends
+  /// their results, in the order of the requests, up to the first that fails; what it threw is
+  /// returned, null when all went well. Those after it were not begun.
+  [[nodiscard]] virtual std::exception_ptr copy_all(std::span<const CopyRequest> requests,
+                                                    std::vector<CopyResult>& results);
   /// Calls `source.load()` and makes sure that the result is a block of this backend that is
   /// complete, is not shared, and lies at `at`; otherwise `MaterializationError`. The manager
   /// compares logical bytes and layout with the spec.

@@ -1,0 +1,353 @@
+#include <algorithm>
+#include <utility>
+
+#include "manager_state.h"
+#include "planner.h"
+
+namespace residency {
+namespace {
+
+std::vector<FencePtr> pending_of(const Materialization& materialization) {
+  std::vector<FencePtr> fences;
+  materialization.for_each_pending([&](const FencePtr& fence) { fences.push_back(fence); });
+  return fences;
+}
+
+bool makes(const Transition& transition) noexcept {
+  return transition.kind == TransitionKind::kReconstruct ||
+         transition.kind == TransitionKind::kCopy;
+}
+
+}  // namespace
+
+/// What `make` needs of the record, collected under the mutex: releases of leases change
+/// materializations without having the turn.
+ManagerState::Inputs ManagerState::collect_inputs(const ValueRecord& record,
+                                                  const Verdict& verdict) const {
+  Inputs inputs;
+  for (std::size_t i = 0; i < verdict.num_transitions; ++i) {
+    const Transition& each = verdict.transitions[i];
+    const Materialization* from = record.find(each.from);
+    switch (each.kind) {
+      case TransitionKind::kReconstruct: break;
+      case TransitionKind::kRefresh:
+        inputs.overwrite = record.find(each.to)->block;
+        inputs.overwrite_after = pending_of(*record.find(each.to));
+        [[fallthrough]];
+      case TransitionKind::kCopy:
+        if (from != nullptr) {  // null: what this action has loaded is copied
+          inputs.source = from->block;
+          inputs.source_ready = from->ready();
+        }
+        break;
+      case TransitionKind::kRelease:
+        if (!each.temporary) {
+          inputs.given_up = from->block;
+          inputs.given_up_is_read = i > 0 && verdict.transitions[i - 1].from == each.from;
+        }
+        break;
+    }
+  }
+  return inputs;
+}
+
+/// Charges all that the planned step is about to make, and notes what it works on.
+void ManagerState::charge(Step& step) {
+  for (const Transition& each : step.transitions()) {
+    if (makes(each)) {
+      ledger_.account(each.to).charge(each.charge);
+    }
+  }
+  step.staging = staging_use(*backend_, step.verdict);
+  if (step.staging.has_value()) {
+    if (ledger_.account(step.staging->device).num_staged++ == 0) {
+      ledger_.account(Location::pinned_host()).reserve_staging(step.staging->nbytes);
+    }
+  }
+  step.content_epoch = step.record->content_epoch;
+  step.inputs = collect_inputs(*step.record, step.verdict);
+}
+
+/// Undoes `charge`.
+void ManagerState::take_back(const Step& step) {
+  for (const Transition& each : step.transitions()) {
+    if (makes(each)) {
+      ledger_.account(each.to).used -= each.charge;
+    }
+  }
+  if (step.staging.has_value()) {
+    if (--ledger_.account(step.staging->device).num_staged == 0) {  // or others rely on them
+      ledger_.account(Location::pinned_host()).release_staging(step.staging->nbytes);
+    }
+  }
+}
+
+CopyRequest ManagerState::request_of(const Step& step, Inputs inputs, const Transition& copy) {
+  CopyRequest request;
+  request.value = step.handle;
+  request.spec = &step.record->spec;
+  request.source = inputs.source ? std::move(inputs.source) : step.made.temporary;
+  request.from = copy.from;
+  request.to = copy.to;
+  request.source_ready = std::move(inputs.source_ready);
+  request.overwrite = std::move(inputs.overwrite);
+  request.overwrite_after = std::move(inputs.overwrite_after);
+  return request;
+}
+
+/// The materialization of what was made. Runs in the open.
+void ManagerState::keep_made(Made& made, BlockPtr& block) {
+  made.arriving = MaterializationPtr(new Materialization);
+  made.arriving->block = std::move(block);
+}
+
+/// Runs in the open. Throws with nothing of the backend's left behind: what is not certain to
+/// succeed comes before the copy.
+void ManagerState::make(Step& step, const Inputs& inputs, const ActionOptions& options) {
+  Made& made = step.made;
+  if (inputs.given_up) {
+    made.escape_watch = backend_->watch_escape(*inputs.given_up);
+  }
+  BlockPtr made_block;
+  try {
+    for (const Transition& each : step.transitions()) {
+      if (each.kind == TransitionKind::kReconstruct) {
+        made.path = TransferPath::kSource;
+        (each.temporary ? made.temporary : made_block) =
+            reconstruct(*step.record, step.handle, each.to);
+      } else if (each.kind != TransitionKind::kRelease) {
+        CopyRequest request = request_of(step, inputs, each);
+        request.stream = options.stream;
+        // Not where the source goes, which could still be refused until the copy is enqueued.
+        request.ahead_of_need = options.prefetch && !inputs.given_up;
+        CopyResult result = backend_->copy(request);
+        made.fence = std::move(result.ready);
+        made.path = result.path;
+        made.blocked = result.blocked;
+        if (each.kind == TransitionKind::kCopy) {
+          made_block = std::move(result.block);
+        }
+      }
+    }
+    if (inputs.given_up_is_read && made.fence && can_fail_later(made.path)) {
+      made.fence->retain_until_success(inputs.given_up);
+    }
+    if (made_block) {
+      keep_made(made, made_block);
+    }
+  } catch (...) {
+    unmake(made, std::move(made_block));
+    throw;
+  }
+}
+
+/// Gives back what was made and will not be published. Runs in the open; waits, so that nothing
+/// is in flight afterwards that nobody knows of.
+void ManagerState::unmake(Made& made, BlockPtr block) {
+  if (made.fence) {
+    made.fence->wait();
+    (void)made.fence->take_retained();
+  }
+  if (made.arriving) {
+    block = std::move(made.arriving->block);
+  }
+  if (block) {
+    backend_->release(std::move(block), {});
+  }
+  if (made.temporary) {
+    backend_->release(std::move(made.temporary), {});
+  }
+}
+
+ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, Step& step,
+                                     const ActionOptions& options, const PlanName& plan) {
+  note_verdict(step);
+  charge(step);
+  try {
+    const Unlocked unlocked(*this, lock);
+    const Inputs owned = std::move(step.inputs);  // let go of with the mutex open
+    make(step, owned, options);
+    if (closed()) {  // meanwhile: nobody is left to give it to
+      unmake(step.made, nullptr);
+      check_open();
+    }
+  } catch (...) {
+    take_back(step);
+    append_failed(step.entry, plan);
+    throw;
+  }
+  step.entry.host_end_ns = now_ns();
+  std::vector<Release> releases;
+  ActionReport report = publish(step, trash, releases, plan);
+  run_releases(lock, releases);
+  return report;
+}
+
+/// The materialization that the step's copy or reconstruct has made, or overwritten.
+void ManagerState::publish_made(Step& step, const Transition& transition, Trash& trash) {
+  ValueRecord& record = *step.record;
+  Made& made = step.made;
+  Materialization* target = nullptr;
+  if (transition.kind == TransitionKind::kRefresh) {
+    target = record.find(transition.to);
+    trash.objects.push_back(target->ready());
+  } else {
+    made.arriving->location = transition.to;
+    made.arriving->charge = transition.charge;
+    target = attach(record, std::move(made.arriving));
+    ledger_.list(transition.to);
+  }
+  target->set_ready(made.fence);
+  target->fails_later = made.fence && can_fail_later(made.path);
+  target->replaces = false;
+  // Written while it was being copied, by somebody who did not say so.
+  target->stale = record.content_epoch != step.content_epoch;
+  if (made.fence) {
+    if (Materialization* source = record.find(transition.from);
+        source != nullptr && source != target) {
+      source->add_reader(made.fence);
+      if (FencePtr ready = source->take_ready(); ready != nullptr) {
+        trash.objects.push_back(std::move(ready));
+      }
+    }
+  }
+}
+
+/// What was loaded for this step alone.
+void ManagerState::release_temporary(Step& step, const Transition& transition,
+                                     std::vector<Release>& releases) {
+  Account& account = ledger_.account(transition.from);
+  account.used -= transition.charge;
+  std::vector<FencePtr> after;
+  if (is_pending(step.made.fence)) {
+    after.push_back(step.made.fence);
+  }
+  if (!after.empty() && !backend_->reuses_in_device_order(transition.from)) {
+    account.retiring += transition.charge;
+    retiring_.push_back({transition.from, transition.charge, after});
+  }
+  releases.push_back({std::move(step.made.temporary), std::move(after)});
+}
+
+/// The source of a transfer that can still fail goes only when that has succeeded: the fence keeps
+/// the block until then, the arrival the rest; and the block too where others use it, who may need
+/// it for longer.
+void ManagerState::depart(Step& step, MaterializationPtr given_up, Arrival& arrival, Trash& trash) {
+  arrival.departing_ranges = given_up->block->address_ranges();
+  register_ranges(arrival.departing_ranges);  // its memory is ours until it has gone
+  bool used_by_others = false;
+  given_up->for_each_pending(
+      [&](const FencePtr& fence) { used_by_others |= fence != step.made.fence; });
+  if (!used_by_others) {
+    trash.objects.push_back(std::move(given_up->block));
+    given_up->block = nullptr;
+  }
+  Account& account = ledger_.account(given_up->location);
+  if (FencePtr& watch = step.made.escape_watch; watch != nullptr) {
+    account.escaped += given_up->charge;
+    arrival.escape_watch = watch;
+    escaped_.push_back({step.handle, given_up->location, given_up->charge, std::move(watch),
+                        arrival.departing_ranges});
+  } else {
+    account.used -= given_up->charge;
+    account.retiring += given_up->charge;
+  }
+  arrival.departing = std::move(given_up);
+}
+
+/// Makes the manager's what `make` has made. The releases are to be run with the mutex open.
+ActionReport ManagerState::publish(Step& step, Trash& trash, std::vector<Release>& releases,
+                                   const PlanName& plan) {
+  ValueRecord& record = *step.record;
+  Made& made = step.made;
+  const bool fails_later = made.fence && can_fail_later(made.path);
+  ActionReport report;
+  report.gave_up_shared_ = made.escape_watch != nullptr;
+  if (step.staging.has_value()) {
+    ledger_.list(Location::pinned_host());
+  }
+  Arrival* arrival = nullptr;  // of a copy that can still fail
+  for (const Transition& each : step.transitions()) {
+    if (each.kind != TransitionKind::kRelease) {
+      if (each.temporary) {
+        continue;
+      }
+      publish_made(step, each, trash);
+      if (fails_later) {
+        arrival = &arrivals_.emplace_back();
+        arrival->handle = step.handle;
+        arrival->at = each.to;
+        arrival->from = each.from;
+        arrival->path = made.path;
+        arrival->fence = made.fence;
+        arrival->overwrites = each.kind == TransitionKind::kRefresh;
+      }
+    } else if (each.temporary) {
+      release_temporary(step, each, releases);
+    } else {
+      MaterializationPtr given_up = detach(record, each.from);
+      report.gave_up_stale_ = given_up->stale;
+      if (arrival != nullptr && arrival->from == each.from) {
+        record.find(arrival->at)->replaces = true;
+        depart(step, std::move(given_up), *arrival, trash);
+      } else {
+        give_up(step.handle, std::move(given_up), std::move(made.escape_watch), releases);
+      }
+    }
+  }
+  ++version_;
+  TransitionRecord& entry = step.entry;
+  entry.bytes = step.verdict.bytes;
+  entry.path = made.path;
+  entry.waited |= made.blocked;
+  trace_.append(entry, made.fence, plan);
+  report.record_ = std::move(entry);
+  if (fails_later) {
+    report.state_ = shared_from_this();
+  }
+  report.fence_ = std::move(made.fence);
+  return report;
+}
+
+ActionReport ManagerState::publish_no_op(Step& step, const PlanName& plan) {
+  note_verdict(step);
+  step.entry.host_end_ns = step.entry.host_start_ns;
+  trace_.append(step.entry, nullptr, plan);
+  ActionReport report;
+  report.record_ = std::move(step.entry);
+  return report;
+}
+
+void ManagerState::note_verdict(Step& step) {
+  step.entry.reason = step.verdict.reason;
+  step.entry.source = step.verdict.source;
+  step.entry.destination = step.verdict.destination;
+}
+
+ActionReport ManagerState::carry_out_discard(Lock& lock, Trash& trash, Step& step,
+                                             const PlanName& plan) {
+  std::vector<Release> releases;
+  std::vector<FencePtr> watches;
+  ValueRecord& record = *step.record;
+  note_verdict(step);
+  try {
+    watches = watch_escapes(lock, record);
+  } catch (...) {
+    append_failed(step.entry, plan);
+    throw;
+  }
+  for (FencePtr& watch : watches) {
+    give_up(step.handle, detach(record, record.first->location), std::move(watch), releases);
+  }
+  end_value(record, trash);
+  failures_.erase(step.handle.id());
+  ++version_;
+  step.entry.host_end_ns = now_ns();
+  trace_.append(step.entry, nullptr, plan);
+  ActionReport report;
+  report.record_ = std::move(step.entry);
+  run_releases(lock, releases);
+  return report;
+}
+
+}  // namespace residency
