@@ -113,10 +113,14 @@ ActionReport ManagerState::perform_in_turn(Lock& lock, Trash& trash, const Resid
                         to_string(options.stream->device), to_string(owner)));
       }
     }
-    ActionReport report = verdict.no_op() ? publish_no_op(step, plan)
-                          : verdict.reason == Reason::kDiscarded
-                              ? carry_out_discard(lock, trash, step, plan)
-                              : carry_out(lock, trash, step, options, plan);
+    ActionReport report;
+    if (verdict.no_op()) {
+      publish_no_op(step, plan, report);
+    } else if (verdict.reason == Reason::kDiscarded) {
+      report = carry_out_discard(lock, trash, step, plan);
+    } else {
+      report = carry_out(lock, trash, step, options, plan);
+    }
     if (pin) {  // nobody else has had the turn since the commit
       ++step.record->num_pins;
     }

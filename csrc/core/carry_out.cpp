@@ -95,10 +95,17 @@ CopyRequest ManagerState::request_of(const Step& step, Inputs inputs, const Tran
   return request;
 }
 
-/// The materialization of what was made. Runs in the open.
-void ManagerState::keep_made(Made& made, BlockPtr& block) {
-  made.arriving = MaterializationPtr(new Materialization);
-  made.arriving->block = std::move(block);
+/// The materialization of what was made, in the record if there is room. Runs in the open: nobody
+/// without the turn looks at what is not among the materializations yet.
+void ManagerState::keep_made(Step& step, BlockPtr& block) {
+  Materialization& slot = step.record->slot_for_first;
+  if (slot.in_slot) {
+    step.made.arriving = MaterializationPtr(new Materialization);
+  } else {
+    slot.in_slot = true;
+    step.made.arriving = MaterializationPtr(&slot);
+  }
+  step.made.arriving->block = std::move(block);
 }
 
 /// Runs in the open. Throws with nothing of the backend's left behind: what is not certain to
@@ -133,7 +140,7 @@ void ManagerState::make(Step& step, const Inputs& inputs, const ActionOptions& o
       made.fence->retain_until_success(inputs.given_up);
     }
     if (made_block) {
-      keep_made(made, made_block);
+      keep_made(step, made_block);
     }
   } catch (...) {
     unmake(made, std::move(made_block));
@@ -150,6 +157,7 @@ void ManagerState::unmake(Made& made, BlockPtr block) {
   }
   if (made.arriving) {
     block = std::move(made.arriving->block);
+    made.arriving = nullptr;  // it may stand in the record
   }
   if (block) {
     backend_->release(std::move(block), {});
@@ -178,7 +186,8 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, Step& step,
   }
   step.entry.host_end_ns = now_ns();
   std::vector<Release> releases;
-  ActionReport report = publish(step, trash, releases, plan);
+  ActionReport report;
+  publish(step, trash, releases, plan, report);
   run_releases(lock, releases);
   return report;
 }
@@ -256,12 +265,11 @@ void ManagerState::depart(Step& step, MaterializationPtr given_up, Arrival& arri
 }
 
 /// Makes the manager's what `make` has made. The releases are to be run with the mutex open.
-ActionReport ManagerState::publish(Step& step, Trash& trash, std::vector<Release>& releases,
-                                   const PlanName& plan) {
+void ManagerState::publish(Step& step, Trash& trash, std::vector<Release>& releases,
+                           const PlanName& plan, ActionReport& report) {
   ValueRecord& record = *step.record;
   Made& made = step.made;
   const bool fails_later = made.fence && can_fail_later(made.path);
-  ActionReport report;
   report.gave_up_shared_ = made.escape_watch != nullptr;
   if (step.staging.has_value()) {
     ledger_.list(Location::pinned_host());
@@ -306,16 +314,13 @@ ActionReport ManagerState::publish(Step& step, Trash& trash, std::vector<Release
     report.state_ = shared_from_this();
   }
   report.fence_ = std::move(made.fence);
-  return report;
 }
 
-ActionReport ManagerState::publish_no_op(Step& step, const PlanName& plan) {
+void ManagerState::publish_no_op(Step& step, const PlanName& plan, ActionReport& report) {
   note_verdict(step);
   step.entry.host_end_ns = step.entry.host_start_ns;
   trace_.append(step.entry, nullptr, plan);
-  ActionReport report;
   report.record_ = std::move(step.entry);
-  return report;
 }
 
 void ManagerState::note_verdict(Step& step) {

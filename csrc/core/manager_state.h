@@ -318,11 +318,11 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] static CopyRequest request_of(const Step& step, Inputs inputs,
                                               const Transition& copy);
   void make(Step& step, const Inputs& inputs, const ActionOptions& options);
-  static void keep_made(Made& made, BlockPtr& block);
+  static void keep_made(Step& step, BlockPtr& block);
   void unmake(Made& made, BlockPtr block);
-  ActionReport publish(Step& step, Trash& trash, std::vector<Release>& releases,
-                       const PlanName& plan);
-  ActionReport publish_no_op(Step& step, const PlanName& plan);
+  void publish(Step& step, Trash& trash, std::vector<Release>& releases, const PlanName& plan,
+               ActionReport& report);
+  void publish_no_op(Step& step, const PlanName& plan, ActionReport& report);
   void publish_made(Step& step, const Transition& transition, Trash& trash);
   void release_temporary(Step& step, const Transition& transition, std::vector<Release>& releases);
   void depart(Step& step, MaterializationPtr given_up, Arrival& arrival, Trash& trash);

@@ -8,7 +8,7 @@ namespace residency {
 /// Returns where it stands until it is detached.
 Materialization* ManagerState::attach(ValueRecord& record, MaterializationPtr materialization) {
   register_ranges(materialization->block->address_ranges());
-  if (Materialization& slot = record.slot_for_first; !slot.in_slot) {
+  if (Materialization& slot = record.slot_for_first; !slot.in_slot) {  // there is room by now
     slot = std::move(*materialization);
     slot.in_slot = true;
     materialization.reset(&slot);

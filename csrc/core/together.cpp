@@ -142,7 +142,7 @@ std::size_t ManagerState::make_together(Together& together, std::exception_ptr& 
     BlockPtr block = std::move(result->block);
     ++result;
     try {
-      keep_made(step.made, block);
+      keep_made(step, block);
     } catch (...) {
       fail_at(i);
       unmake(step.made, std::move(block));
@@ -198,21 +198,26 @@ bool ManagerState::copy_together(PlanReport& report, std::span<const ResidencyAc
     num_made = make_together(together, failure);
   }
   const std::int64_t end = now_ns();
+  const std::size_t begin = report.size();
   std::size_t num_done = 0;
   try {
     check_open();  // or nobody is left to give it to
     for (; num_done < num_made; ++num_done) {
       Step& step = steps[num_done];
       step.entry.host_end_ns = end;
-      report.entries_.push_back(step.verdict.no_op()
-                                    ? publish_no_op(step, plan)
-                                    : publish(step, trash, together.releases, plan));
+      ActionReport& entry = report.entries_.emplace_back();
+      if (step.verdict.no_op()) {
+        publish_no_op(step, plan, entry);
+      } else {
+        publish(step, trash, together.releases, plan, entry);
+      }
       if (pin) {  // nobody else has had the turn since
         ++step.record->num_pins;
       }
     }
   } catch (...) {
     failure = std::current_exception();
+    report.entries_.resize(begin + num_done);
   }
   if (failure != nullptr) {
     give_back(lock, std::span(steps).subspan(num_done));

@@ -194,23 +194,34 @@ class ValueTable {
     return Handle(static_cast<std::int64_t>(id), record.type);
   }
 
-  /// Asks the memory for what the next actions will look at: the record of one far ahead, what
-  /// hangs off one that was asked for a while ago, and what hangs off that of one before it. Inlined
-  /// by force: GCC 12 takes a function that only prefetches for one without effects, and drops the
-  /// calls.
+  /// Asks the memory for what the next actions will look at: each thing a while after what leads to
+  /// it was asked for. Inlined by force: GCC 12 takes a function that only prefetches for one without
+  /// effects, and drops the calls.
   [[gnu::always_inline]] void prefetch(std::span<const ResidencyAction> next) const noexcept {
-    constexpr std::size_t kAhead = 4;  // of each other: enough to hide a cache miss
-    if (next.size() <= 3 * kAhead) {
+    constexpr std::size_t kAhead = 4;  // enough to hide a cache miss
+    if (next.size() <= 4 * kAhead) {
       return;
     }
-    if (const ValueRecord* record = slot_of(residency::handle_of(next[3 * kAhead]))) {
+    const auto slot_ahead = [&](std::size_t steps) {
+      return slot_of(residency::handle_of(next[steps * kAhead]));
+    };
+    if (const ValueRecord* record = slot_ahead(4); record != nullptr) {
       prefetch_lines(record, sizeof(ValueRecord) / 64);
     }
-    if (const ValueRecord* record = slot_of(residency::handle_of(next[2 * kAhead]))) {
-      prefetch_contents(*record);
+    if (const ValueRecord* record = slot_ahead(3); record != nullptr) {
+      prefetch_lines(record->spec.layout.get(), 3);
+      prefetch_lines(record->first.get(), 1);
     }
-    if (const ValueRecord* record = slot_of(residency::handle_of(next[kAhead]))) {
-      prefetch_fences(*record);
+    if (const ValueRecord* record = slot_ahead(2); record != nullptr && record->first) {
+      prefetch_lines(record->first->block.get(), 2);
+      prefetch_lines(record->first->fences.get(), 1);
+      prefetch_lines(record->first->next.get(), 1);
+    }
+    if (const ValueRecord* record = slot_ahead(1); record != nullptr && record->first) {
+      if (const Materialization::Fences* fences = record->first->fences.get(); fences != nullptr) {
+        prefetch_lines(fences->ready.get(), 1);
+        prefetch_lines(fences->readers.data(), 1);
+      }
     }
   }
 
@@ -270,23 +281,6 @@ class ValueTable {
     return number < chunks_.size() && index < chunks_[number].num_made
                ? &chunks_[number].records[index]
                : nullptr;
-  }
-  [[gnu::always_inline]] static void prefetch_contents(const ValueRecord& record) noexcept {
-    prefetch_lines(record.spec.layout.get(), 3);
-    for (const Materialization* each = record.first.get(); each != nullptr;
-         each = each->next.get()) {
-      prefetch_lines(each->block.get(), 2);
-      prefetch_lines(each->fences.get(), 1);
-    }
-  }
-  [[gnu::always_inline]] static void prefetch_fences(const ValueRecord& record) noexcept {
-    for (const Materialization* each = record.first.get(); each != nullptr;
-         each = each->next.get()) {
-      if (each->fences) {
-        prefetch_lines(each->fences->ready.get(), 1);
-        prefetch_lines(each->fences->readers.data(), 1);
-      }
-    }
   }
   [[gnu::always_inline]] static void prefetch_lines(const void* begin,
                                                     std::size_t count) noexcept {
