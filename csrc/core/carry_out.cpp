@@ -299,7 +299,7 @@ void ManagerState::publish(Step& step, Trash& trash, std::vector<Release>& relea
         record.find(arrival->at)->replaces = true;
         depart(step, std::move(given_up), *arrival, trash);
       } else {
-        give_up(step.handle, std::move(given_up), std::move(made.escape_watch), releases);
+        give_up(record, std::move(given_up), std::move(made.escape_watch), releases);
       }
     }
   }
@@ -342,7 +342,7 @@ ActionReport ManagerState::carry_out_discard(Lock& lock, Trash& trash, Step& ste
     throw;
   }
   for (FencePtr& watch : watches) {
-    give_up(step.handle, detach(record, record.first->location), std::move(watch), releases);
+    give_up(record, detach(record, record.first->location), std::move(watch), releases);
   }
   end_value(record, trash);
   failures_.erase(step.handle.id());

@@ -136,7 +136,7 @@ void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
   }
   values_.for_each([&](ValueRecord& record) {
     while (record.first) {
-      give_up(values_.handle_of(record), detach(record, record.first->location), nullptr, releases);
+      give_up(record, detach(record, record.first->location), nullptr, releases);
     }
     if (!record.discarded) {
       end_value(record, trash);

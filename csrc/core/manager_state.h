@@ -289,7 +289,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   void admit(Lock& lock, Trash& trash, Location location, Bytes nbytes, bool may_block);
   Materialization* attach(ValueRecord& record, MaterializationPtr materialization);
   [[nodiscard]] MaterializationPtr detach(ValueRecord& record, Location location);
-  void give_up(const Handle& handle, MaterializationPtr given_up, FencePtr escape_watch,
+  void give_up(ValueRecord& record, MaterializationPtr given_up, FencePtr escape_watch,
                std::vector<Release>& releases);
   [[nodiscard]] std::vector<Escaped>::iterator find_escaped(Location at,
                                                             const AddressRanges& ranges);

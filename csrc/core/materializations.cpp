@@ -69,15 +69,15 @@ void ManagerState::unregister_ranges(const AddressRanges& ranges) {
   }
 }
 
-void ManagerState::give_up(const Handle& handle, MaterializationPtr given_up, FencePtr escape_watch,
+void ManagerState::give_up(ValueRecord& record, MaterializationPtr given_up, FencePtr escape_watch,
                            std::vector<Release>& releases) {
   std::vector<FencePtr> after;
   given_up->for_each_pending([&](const FencePtr& fence) { after.push_back(fence); });
   Account& account = ledger_.account(given_up->location);
   if (escape_watch) {
     account.escaped += given_up->charge;
-    escaped_.push_back({handle, given_up->location, given_up->charge, std::move(escape_watch),
-                        given_up->block->address_ranges()});
+    escaped_.push_back({values_.handle_of(record), given_up->location, given_up->charge,
+                        std::move(escape_watch), given_up->block->address_ranges()});
   } else {
     account.used -= given_up->charge;
     if (!after.empty()) {
@@ -90,6 +90,11 @@ void ManagerState::give_up(const Handle& handle, MaterializationPtr given_up, Fe
     }
   }
   releases.push_back({std::move(given_up->block), std::move(after)});
+  // The next that is made often stands in the record, and has fences too.
+  if (Materialization& slot = record.slot_for_first; !slot.in_slot && given_up->fences) {
+    slot.fences = std::move(given_up->fences);
+    slot.fences->clear();
+  }
 }
 
 /// The escaped memory that is exactly this, if any.

@@ -32,6 +32,12 @@ struct Materialization {
     FencePtr ready;                   ///< null: ready
     std::vector<FencePtr> last_uses;  ///< of leases that have ended
     std::vector<FencePtr> readers;    ///< copies that read this one
+
+    void clear() noexcept {
+      ready = nullptr;
+      last_uses.clear();
+      readers.clear();
+    }
   };
 
   Location location;

@@ -183,7 +183,7 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
         taken = each->block;
         trash.materializations.push_back(std::move(each));
       } else {
-        give_up(handle, std::move(each), std::move(watch), releases);
+        give_up(*record, std::move(each), std::move(watch), releases);
       }
     }
     end_value(*record, trash);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <iterator>
 #include <optional>
+#include <utility>
 
 #include "csrc/core/fork.h"
 
@@ -24,7 +25,7 @@ RangeMemory::~RangeMemory() {
 }
 
 RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
-  auto live = std::make_unique<Live>(Live{shared_from_this()});
+  std::unique_ptr<Live> live;
   Allocation allocation;
   for (bool added = false;; added = true) {
     std::vector<FreedPieces::node_type> finished;
@@ -32,6 +33,12 @@ RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
     void* data = nullptr;
     {
       const std::lock_guard lock(mutex_);
+      if (live == nullptr && !spare_.empty()) {
+        live = std::move(spare_.back());
+        spare_.pop_back();
+      } else if (live == nullptr) {
+        live = std::make_unique<Live>();
+      }
       if (const std::optional<Range> range = ranges_.allocate(nbytes); range.has_value()) {
         try {
           allocation.after = last_uses_in(*range);
@@ -43,6 +50,7 @@ RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
           throw;
         }
         live->range = *range;
+        live->memory = shared_from_this();
         data = static_cast<std::byte*>(segments_[range->segment].data) + range->begin.count();
         peak_live_ = std::max(peak_live_, ranges_.live_bytes());
       }
@@ -200,19 +208,20 @@ bool RangeMemory::end_use(const TensorBlock& block, DeviceLayer::LastUses uses) 
 void RangeMemory::free_context(void* context) noexcept {
   std::unique_ptr<Live> live(static_cast<Live*>(context));
   if (live->memory->generation_ == fork_generation()) {
-    live->memory->free(*live);
+    const std::shared_ptr<RangeMemory> memory = std::move(live->memory);
+    memory->free(std::move(live));
   } else {
     // A forked child: the memory is the parent's, and mutexes may be held for ever.
     (void)live.release();
   }
 }
 
-void RangeMemory::free(Live& freed) noexcept {
-  const Range range = freed.range;
+void RangeMemory::free(std::unique_ptr<Live> live) noexcept {
+  const Range range = live->range;
   DeviceLayer::LastUses uses;
   {
     const std::lock_guard lock(mutex_);
-    uses = std::move(freed.uses);
+    uses = std::exchange(live->uses, Live().uses);
   }
   std::vector<FencePtr>& last_uses = uses.last_uses;
   if (uses.used_by_others) {
@@ -233,6 +242,7 @@ void RangeMemory::free(Live& freed) noexcept {
     }
     const std::lock_guard lock(mutex_);
     finished = take_finished();
+    spare_.push_back(std::move(live));
   } catch (...) {
     // No memory. What is not remembered must be over.
     wait_all(last_uses);

@@ -79,7 +79,7 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
  private:
   /// A range in use: what its deleter is given.
   struct Live {
-    std::shared_ptr<RangeMemory> memory;
+    std::shared_ptr<RangeMemory> memory = nullptr;  // while it is not spare
     Range range = {};
     DeviceLayer::LastUses uses = {.last_uses = {}, .used_by_others = true};  // under its mutex
   };
@@ -100,7 +100,7 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
 
   static void free_context(void* live) noexcept;
   [[nodiscard]] static Live* live_of(const Block& block) noexcept;
-  void free(Live& live) noexcept;
+  void free(std::unique_ptr<Live> live) noexcept;
   void add_segment(Bytes nbytes);
   /// What is still to be done in the range.
   [[nodiscard]] std::vector<FencePtr> last_uses_in(const Range& range);
@@ -121,9 +121,10 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   mutable std::mutex mutex_;
   RangeAllocator ranges_;
   Bytes peak_live_;
-  std::vector<Segment> segments_;  // by number
-  FreedPieces freed_;              // disjoint, and disjoint from what is live
-  std::size_t look_at_ = 64;       // so many pieces: time to look which have finished
+  std::vector<Segment> segments_;             // by number
+  FreedPieces freed_;                         // disjoint, and disjoint from what is live
+  std::size_t look_at_ = 64;                  // so many pieces: time to look which have finished
+  std::vector<std::unique_ptr<Live>> spare_;  // of ranges that were freed
 };
 
 }  // namespace residency
