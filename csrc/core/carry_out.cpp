@@ -231,7 +231,7 @@ void ManagerState::release_temporary(Step& step, const Transition& transition,
   if (is_pending(step.made.fence)) {
     after.push_back(step.made.fence);
   }
-  if (!after.empty() && !backend_->reuses_in_device_order(transition.from)) {
+  if (!is_reused_at_once(transition.from, after)) {
     account.retiring += transition.charge;
     retiring_.push_back({transition.from, transition.charge, after});
   }

@@ -291,6 +291,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] MaterializationPtr detach(ValueRecord& record, Location location);
   void give_up(ValueRecord& record, MaterializationPtr given_up, FencePtr escape_watch,
                std::vector<Release>& releases);
+  [[nodiscard]] bool is_reused_at_once(Location location, std::span<const FencePtr> after) const;
   [[nodiscard]] std::vector<Escaped>::iterator find_escaped(Location at,
                                                             const AddressRanges& ranges);
   void end_value(ValueRecord& record, Trash& trash);

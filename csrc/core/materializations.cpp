@@ -69,6 +69,12 @@ void ManagerState::unregister_ranges(const AddressRanges& ranges) {
   }
 }
 
+/// Whether memory that is given up behind the fences can be had at once: not what a thread is at.
+bool ManagerState::is_reused_at_once(Location location, std::span<const FencePtr> after) const {
+  return std::ranges::all_of(after, [](const FencePtr& each) { return each->on_stream(); }) &&
+         (after.empty() || backend_->reuses_in_device_order(location));
+}
+
 void ManagerState::give_up(ValueRecord& record, MaterializationPtr given_up, FencePtr escape_watch,
                            std::vector<Release>& releases) {
   std::vector<FencePtr> after;
@@ -83,8 +89,7 @@ void ManagerState::give_up(ValueRecord& record, MaterializationPtr given_up, Fen
     if (!after.empty()) {
       // Memory that is reused in device order is free already, but something is still in flight,
       // which `synchronize` waits for.
-      const bool reused = backend_->reuses_in_device_order(given_up->location);
-      const Bytes bytes = reused ? Bytes() : given_up->charge;
+      const Bytes bytes = is_reused_at_once(given_up->location, after) ? Bytes() : given_up->charge;
       account.retiring += bytes;
       retiring_.push_back({given_up->location, bytes, after});
     }

@@ -84,6 +84,12 @@ struct Materialization {
   [[nodiscard]] std::uint32_t num_pending_readers() const noexcept {
     return fences ? count_pending(fences->readers) : 0;
   }
+  /// Whether a thread is at it, and not the device.
+  [[nodiscard]] bool is_used_by_worker() const noexcept {
+    bool found = false;
+    for_each_pending([&](const FencePtr& fence) { found |= !fence->on_stream(); });
+    return found;
+  }
   [[nodiscard]] std::uint32_t num_pending_last_uses() const noexcept {
     return fences ? count_pending(fences->last_uses) : 0;
   }

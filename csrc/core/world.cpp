@@ -31,6 +31,7 @@ void World::read(const Handle& handle, ValueView& view) const {
     residence.uncertain = each->is_uncertain();
     residence.replaces = each->replaces;
     residence.read_by_copy = each->num_pending_readers() != 0;
+    residence.used_by_worker = each->is_used_by_worker();
     residence.num_leases = each->num_leases;
     residence.num_holds = each->num_holds + found.record->num_pins;
     residence.num_pending = each->num_pending_last_uses();
@@ -196,6 +197,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
     for (Residence& each : view.residences) {
       each.uncertain = false;
       each.read_by_copy = false;
+      each.used_by_worker = false;
     }
   }
   const auto give_up = [&](const Residence& residence, bool escapes, bool retires) {
@@ -207,13 +209,13 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
     account.used -= residence.charge;
     if (retires) {
       account.retiring += residence.charge;
-    }
-    if (!retires && !residence.read_by_worker) {  // or when it goes depends on a worker
+    } else {  // or when it goes depends on a worker
       note_given_back(residence);
     }
   };
   const auto retires = [&](const Residence& residence) {
-    return residence.read_by_copy && !backend_.reuses_in_device_order(residence.location);
+    return residence.used_by_worker ||
+           (residence.read_by_copy && !backend_.reuses_in_device_order(residence.location));
   };
 
   if (verdict.reason == Reason::kDiscarded) {
@@ -242,6 +244,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
     ++overlaid(staging_use(backend_, verdict)->device).num_staged;
   }
   bool in_flight = false;  // the copy of this action completes on a worker
+  bool by_worker = false;  // a thread copies, not the device
   std::optional<Location> read_from;
   for (std::size_t i = 0; i < verdict.num_transitions; ++i) {
     const Transition& each = verdict.transitions[i];
@@ -255,14 +258,16 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
       case TransitionKind::kRefresh: {
         in_flight = can_fail_later(backend_.path(each.from, each.to));
         read_from = each.from;
+        by_worker = !(backend_.reuses_in_device_order(each.from) &&
+                      backend_.reuses_in_device_order(each.to));
         if (Residence* source = view.find(each.from); source != nullptr) {
           source->read_by_copy |= in_flight;
-          source->read_by_worker |= notes_steps_ && !(backend_.reuses_in_device_order(each.from) &&
-                                                      backend_.reuses_in_device_order(each.to));
+          source->used_by_worker |= by_worker;
         }
         if (each.kind == TransitionKind::kCopy) {
           view.residences.push_back({.location = each.to,
                                      .uncertain = in_flight,
+                                     .used_by_worker = by_worker,
                                      .charge = each.charge,
                                      .taken_by = taken_by});
         } else {
@@ -276,7 +281,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
         if (each.temporary) {
           Account& account = overlaid(each.from);
           account.used -= each.charge;
-          if (in_flight && !backend_.reuses_in_device_order(each.from)) {
+          if (by_worker) {
             account.retiring += each.charge;
           }
         } else {

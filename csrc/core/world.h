@@ -21,7 +21,7 @@ struct Residence {
   bool uncertain = false;       ///< an arrival that may still fail
   bool replaces = false;        ///< it came by a move whose source comes back if it fails
   bool read_by_copy = false;    ///< a copy that completes on a worker reads it
-  bool read_by_worker = false;  ///< in this simulation, so that its memory stays for a while
+  bool used_by_worker = false;  ///< so that its memory stays for a while after it was given up
   std::uint32_t num_leases = 0;
   std::uint32_t num_holds = 0;
   std::uint32_t num_pending = 0;

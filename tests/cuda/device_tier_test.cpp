@@ -359,6 +359,30 @@ TEST_F(DeviceTier, SmallCopyIsDoneBeforeWhatWasEnqueuedBehindIt) {
   waiting.wait();
 }
 
+// Page-locked memory that was given up stays locked until the thread that copies it is done.
+TEST_F(DeviceTier, WhatAThreadStillReadsCountsUntilItIsDone) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  const Handle next = value(kMiB, 2);
+  manager_->move(next, kPinned).wait();  // not staged: no buffers count there
+  manager_->move(next, kDevice).wait();
+  Gate gate(producer);
+  const Handle late = adopt(*manager_, TensorResident({{"x", on_device(kMiB)}}),
+                            {.mode = ReplicaMode::kReplicable, .stream = named(producer)});
+  manager_->ensure(late, kPinned);
+  const ActionReport away = manager_->move(late, kHost, kPinned);
+  EXPECT_EQ(manager_->snapshot().find(kPinned)->used, Bytes());
+  EXPECT_EQ(manager_->snapshot().find(kPinned)->retiring, Bytes(kMiB));
+  manager_->set_budget(kPinned, Bytes(kMiB));
+  const ResidencyPlan plan({.name = "next", .enter = {EnsureResident{next, kPinned}}});
+  EXPECT_TRUE(manager_->explain(plan).actions.front().verdict.waits);
+  EXPECT_THROW(manager_->ensure(next, kPinned, {.may_block = false}), BudgetError);
+  gate.open();
+  manager_->ensure(next, kPinned).wait();
+  away.wait();
+  EXPECT_EQ(manager_->snapshot().find(kPinned)->retiring, Bytes());
+  EXPECT_EQ(byte_of(next, kPinned), 2);
+}
+
 TEST_F(DeviceTier, SmallCopiesOfOneExecuteAreEnqueuedTogether) {
   if (!simulated()) {
     GTEST_SKIP() << "only the simulated runtime counts";

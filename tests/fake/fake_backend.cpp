@@ -1011,7 +1011,9 @@ void FakeBackend::release(BlockPtr block, std::vector<FencePtr> after) noexcept 
     world_->violation(lock, "block at " + residency::to_string(memory->location) +
                                 " was released without waiting for " + use);
   }
-  if (World::reuses_at_once(memory->location) && memory->external == 0) {
+  const bool in_device_order = std::ranges::all_of(
+      after, [](const FencePtr& fence) { return !is_pending(fence) || fence->on_stream(); });
+  if (World::reuses_at_once(memory->location) && in_device_order && memory->external == 0) {
     world_->take_out(*memory);
   }
   world_->retired.push_back({std::move(block), std::move(after)});
