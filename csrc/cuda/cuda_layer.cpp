@@ -411,7 +411,7 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
     if (request.ahead_of_need && !request.stream.has_value() && !copy.pieces.empty() &&
         copy.can_wait_on_stream()) {
       result.ready = std::make_shared<PacedCopy>(
-          copy.streams.events, route.ahead_lane(), std::move(copy.pieces),
+          copy.streams.events, route.ahead_lane(), route.lane().stream, std::move(copy.pieces),
           std::vector<FencePtr>(copy.after.begin(), copy.after.end()), copy.peers);
     } else if (request.stream.has_value()) {
       const cudaStream_t stream = handle_of(*request.stream);

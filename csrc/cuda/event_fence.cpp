@@ -82,7 +82,8 @@ std::shared_ptr<EventFence> EventFence::record(std::shared_ptr<EventPool> pool, 
   return fence;
 }
 
-cudaError_t EventFence::record() noexcept {
+cudaError_t EventFence::record_on(cudaStream_t stream) noexcept {
+  stream_ = stream;
   const RelaxedCapture relaxed;
   const cudaError_t error = cudaEventRecord(end_, stream_);
   if (error != cudaSuccess) {

@@ -61,7 +61,9 @@ class EventFence final : public StreamFence {
                                                            cudaEvent_t begin = nullptr);
   /// Sets the point, once, before anything else is asked. Allocates nothing. When the device is
   /// lost the fence is failed.
-  [[nodiscard]] cudaError_t record() noexcept;
+  [[nodiscard]] cudaError_t record() noexcept { return record_on(stream_); }
+  /// The same in another stream of the device than it was prepared for.
+  [[nodiscard]] cudaError_t record_on(cudaStream_t stream) noexcept;
   /// Instead of `record`, when what it is to stand behind could not be enqueued.
   void fail(cudaError_t error) const noexcept;
 
@@ -83,7 +85,7 @@ class EventFence final : public StreamFence {
   FenceStatus settle(cudaError_t answer) const noexcept;
 
   const std::shared_ptr<EventPool> pool_;
-  const cudaStream_t stream_;
+  cudaStream_t stream_;
   const cudaEvent_t begin_;
   const cudaEvent_t end_;
   const std::uint64_t generation_;

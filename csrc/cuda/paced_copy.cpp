@@ -22,30 +22,117 @@ bool AheadLane::has_room() noexcept {
   return cost <= PacedCopy::kChunkBytes;
 }
 
-PacedCopy::PacedCopy(std::shared_ptr<EventPool> pool, AheadLane& lane, Pieces pieces,
-                     std::vector<FencePtr> after, std::optional<Peers> peers)
+PacedCopy::PacedCopy(std::shared_ptr<EventPool> pool, AheadLane& ahead, cudaStream_t needed_now,
+                     Pieces pieces, std::vector<FencePtr> after, std::optional<Peers> peers)
     : pool_(std::move(pool)),
-      lane_(lane),
+      ahead_(ahead),
+      needed_now_(needed_now),
       peers_(peers),
       pieces_(std::move(pieces)),
       after_(std::move(after)) {
   begin_ = pool_->take();
-  fence_ = EventFence::prepare(pool_, lane.stream, begin_);
+  fence_ = EventFence::prepare(pool_, ahead.stream, begin_);
 }
 
-void PacedCopy::enqueue_begin() {
+PacedCopy::~PacedCopy() {
+  // One by one: a long chain of them, each in the destructor of the next, would overflow the stack.
+  std::vector<FencePtr> fences = std::move(after_);
+  while (!fences.empty()) {
+    const FencePtr fence = std::move(fences.back());
+    fences.pop_back();
+    auto* copy = fence.use_count() == 1 ? dynamic_cast<PacedCopy*>(fence.get()) : nullptr;
+    if (copy == nullptr) {
+      continue;
+    }
+    try {
+      // Nobody else has it. In a forked child the mutex may be held for ever.
+      if (const std::unique_lock lock(copy->mutex_, std::try_to_lock); lock.owns_lock()) {
+        fences.insert(fences.end(), copy->after_.begin(), copy->after_.end());
+        copy->after_.clear();
+      }
+    } catch (...) {
+      // No memory: then in its destructor.
+    }
+  }
+}
+
+std::vector<std::shared_ptr<PacedCopy>> PacedCopy::copies_before() {
+  std::vector<std::shared_ptr<PacedCopy>> before;
+  const std::lock_guard lock(mutex_);
   for (const FencePtr& fence : after_) {
-    (void)wait_on_stream(stream(), fence, pool_->device());
+    if (auto copy = std::dynamic_pointer_cast<PacedCopy>(fence);
+        copy != nullptr && !copy->is_recorded_) {
+      before.push_back(std::move(copy));
+    }
   }
-  check_cuda(cudaEventRecord(begin_, stream()), pool_->device(), "cudaEventRecord");
-  after_.clear();
-  begin_ = nullptr;
+  return before;
 }
 
-std::size_t PacedCopy::enqueue_chunk() {
-  if (begin_ != nullptr) {
-    enqueue_begin();
+template <class Visit>
+void PacedCopy::visit_in_order(const Visit& visit) {
+  struct Step {
+    std::shared_ptr<PacedCopy> copy;
+    std::vector<std::shared_ptr<PacedCopy>> before;  // to be visited first
+  };
+  std::vector<Step> steps;
+  steps.push_back({std::shared_ptr<PacedCopy>(std::shared_ptr<void>(), this), copies_before()});
+  while (!steps.empty()) {
+    Step& step = steps.back();
+    if (step.before.empty()) {
+      visit(*step.copy);
+      steps.pop_back();
+      continue;
+    }
+    std::shared_ptr<PacedCopy> next = std::move(step.before.back());
+    step.before.pop_back();
+    if (!next->is_recorded_) {
+      std::vector<std::shared_ptr<PacedCopy>> before = next->copies_before();
+      steps.push_back({std::move(next), std::move(before)});
+    }
   }
+}
+
+void PacedCopy::promote() {
+  visit_in_order([](PacedCopy& each) { each.enqueue_in_needed_now(); });
+}
+
+void PacedCopy::enqueue_in_needed_now() {
+  const RelaxedCapture relaxed;
+  const c10::cuda::CUDAGuard guard(index_of(pool_->device()));
+  std::vector<FencePtr> over;  // dies without the mutex
+  const std::lock_guard lock(mutex_);
+  if (is_recorded_) {
+    return;
+  }
+  is_needed_now_ = true;
+  wait_in(needed_now_);
+  after_.swap(over);
+  num_over_ = 0;
+  if (is_ahead_) {
+    (void)wait_on_stream(needed_now_, EventFence::record(pool_, ahead_.stream), pool_->device());
+    is_ahead_ = false;
+  }
+  record_begin(needed_now_);
+  while (next_ != pieces_.size()) {
+    (void)enqueue_chunk(needed_now_);
+  }
+  record_end(needed_now_);
+}
+
+void PacedCopy::wait_in(cudaStream_t stream) {
+  for (const FencePtr& fence : after_) {
+    (void)wait_on_stream(stream, fence, pool_->device());
+  }
+}
+
+void PacedCopy::record_begin(cudaStream_t stream) {
+  if (begin_ != nullptr) {
+    check_cuda(cudaEventRecord(begin_, stream), pool_->device(), "cudaEventRecord");
+    begin_ = nullptr;
+  }
+}
+
+std::size_t PacedCopy::enqueue_chunk(cudaStream_t stream) {
   Pieces chunk;
   std::size_t cost = 0;
   for (std::size_t i = next_; i != pieces_.size() && cost < kChunkBytes; ++i) {
@@ -54,7 +141,7 @@ std::size_t PacedCopy::enqueue_chunk() {
     cost += std::max(nbytes, kLeastCost);
   }
   const NvtxRange range("residency::prefetch");
-  check_cuda(enqueue_copies(chunk, peers_, stream()), pool_->device(), "cudaMemcpyAsync");
+  check_cuda(enqueue_copies(chunk, peers_, stream), pool_->device(), "cudaMemcpyAsync");
   next_ += chunk.size() - 1;
   Piece& last = pieces_[next_];
   const std::size_t done = chunk.back().nbytes;
@@ -65,77 +152,92 @@ std::size_t PacedCopy::enqueue_chunk() {
   return cost;
 }
 
-void PacedCopy::enqueue_rest() {
-  while (next_ != pieces_.size()) {
-    (void)enqueue_chunk();
+void PacedCopy::record_end(cudaStream_t stream) {
+  check_cuda(fence_->record_on(stream), pool_->device(), "cudaEventRecord");
+  is_recorded_ = true;
+}
+
+bool PacedCopy::is_turn() noexcept {
+  if (is_needed_now_) {
+    return true;  // it was tried, and is in no lane's order any more
   }
-  if (!is_recorded_) {
-    check_cuda(fence_->record(), pool_->device(), "cudaEventRecord");
-    is_recorded_ = true;
+  if (ahead_.queue.front() != this || !ahead_.has_room()) {
+    return false;
   }
+  const std::lock_guard lock(mutex_);
+  while (num_over_ != after_.size() && !is_pending(after_[num_over_])) {
+    ++num_over_;
+  }
+  return num_over_ == after_.size();
+}
+
+void PacedCopy::enqueue_ahead() {
+  const RelaxedCapture relaxed;
+  const c10::cuda::CUDAGuard guard(index_of(pool_->device()));
+  std::vector<FencePtr> over;  // dies without the copy's mutex
+  const std::lock_guard lock(mutex_);
+  if (is_needed_now_) {
+    return;  // since
+  }
+  wait_in(ahead_.stream);  // it is over, or has failed
+  after_.swap(over);
+  num_over_ = 0;
+  AheadLane::Chunk& chunk = ahead_.outstanding.emplace_back();  // first, as it can fail
+  is_ahead_ = true;
+  record_begin(ahead_.stream);
+  if (next_ != pieces_.size()) {
+    chunk.cost = enqueue_chunk(ahead_.stream);
+  }
+  if (next_ == pieces_.size()) {
+    record_end(ahead_.stream);
+    chunk.done = fence_;
+  } else {
+    chunk.done = EventFence::record(pool_, ahead_.stream);
+  }
+}
+
+bool PacedCopy::enqueue_next(bool at_once) noexcept {
+  try {
+    if (at_once || is_needed_now_) {
+      promote();
+    } else {
+      enqueue_ahead();
+    }
+    return true;
+  } catch (...) {
+    note_failure();
+  }
+  return false;
 }
 
 void PacedCopy::note_failure() noexcept {
   try {
     throw;
   } catch (const DeviceLostError&) {
-    fence_->fail(cudaErrorDevicesUnavailable);
-    is_recorded_ = true;
+    const std::lock_guard lock(mutex_);
+    if (!is_recorded_) {
+      fence_->fail(cudaErrorDevicesUnavailable);
+      is_recorded_ = true;
+    }
   } catch (...) {
     // Whoever waits tries again.
   }
 }
 
-bool PacedCopy::enqueue_next() noexcept {
-  try {
-    const RelaxedCapture relaxed;
-    const c10::cuda::CUDAGuard guard(index_of(pool_->device()));
-    const std::lock_guard lock(mutex_);
-    if (is_recorded_) {
-      return true;  // by whoever waits for it
-    }
-    try {
-      AheadLane::Chunk& chunk = lane_.outstanding.emplace_back();  // first, as it can fail
-      if (next_ != pieces_.size()) {
-        chunk.cost = enqueue_chunk();
-      }
-      if (next_ == pieces_.size()) {
-        enqueue_rest();
-        chunk.done = fence_;
-      } else {
-        chunk.done = EventFence::record(pool_, stream());
-      }
-      return true;
-    } catch (...) {
-      note_failure();
-    }
-  } catch (...) {
-    // No device to turn to.
-  }
-  return false;
-}
-
 bool PacedCopy::pace(bool at_once) noexcept {
   constexpr int kMostFailures = 100;  // where there is no more time for it
-  const std::lock_guard lock(lane_.mutex);
-  if (!is_queued_) {
-    try {
-      lane_.queue.push_back(this);
-    } catch (...) {
-      return true;
-    }
-    is_queued_ = true;
-  }
+  const std::lock_guard lock(ahead_.mutex);
+  ahead_.queue.splice(ahead_.queue.end(), node_);
   while (!is_recorded_ && !(at_once && num_failed_ >= kMostFailures)) {
-    if (!at_once && (lane_.queue.front() != this || !lane_.has_room())) {
+    if (!at_once && !is_turn()) {
       return false;
     }
-    if (!enqueue_next()) {
+    if (!enqueue_next(at_once)) {
       ++num_failed_;
       return false;
     }
   }
-  std::erase(lane_.queue, this);
+  node_.splice(node_.end(), ahead_.queue, place_);
   return true;
 }
 
@@ -144,10 +246,9 @@ FenceStatus PacedCopy::poll() const noexcept {
 }
 
 cudaEvent_t PacedCopy::event() {
-  const RelaxedCapture relaxed;
-  const c10::cuda::CUDAGuard guard(index_of(pool_->device()));
-  const std::lock_guard lock(mutex_);
-  enqueue_rest();
+  if (!is_recorded_) {
+    promote();
+  }
   return fence_->event();
 }
 
@@ -159,23 +260,35 @@ void PacedCopy::wait() {
     try {
       (void)event();
     } catch (...) {
-      const std::lock_guard lock(mutex_);
       note_failure();
     }
     return is_recorded_.load();
   };
   if (!try_for_a_second(attempt)) {
-    const std::lock_guard lock(mutex_);
-    if (!is_recorded_) {
-      // Nothing orders what comes after it behind the chunks that were enqueued, nor behind what
-      // they came after.
-      wait_all(after_);
-      (void)cudaStreamSynchronize(stream());
-      fence_->fail(cudaErrorUnknown);
-      is_recorded_ = true;
+    try {
+      visit_in_order([](PacedCopy& each) { each.give_up(); });
+    } catch (...) {
+      give_up();  // no memory to remember the order in
     }
   }
   fence_->wait();
+}
+
+void PacedCopy::give_up() noexcept {
+  std::vector<FencePtr> over;  // dies without the mutex
+  const std::lock_guard lock(mutex_);
+  if (is_recorded_) {
+    return;
+  }
+  // Nothing orders what comes after it behind the chunks that were enqueued, nor behind what they
+  // came after.
+  wait_all(after_);
+  after_.swap(over);
+  num_over_ = 0;
+  (void)cudaStreamSynchronize(ahead_.stream);
+  (void)cudaStreamSynchronize(needed_now_);
+  fence_->fail(cudaErrorUnknown);
+  is_recorded_ = true;
 }
 
 std::optional<std::int64_t> PacedCopy::elapsed_ns() const {

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <thread>
 
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -186,6 +187,19 @@ TEST_F(OrderEdge, LeaseOfACopyAheadOfNeed) {
   (void)manager_->prefetch(one(handle), kDevice);
   without(kStreamWait);
   read(handle, stream_);
+}
+
+// Each chunk is one copy, so that time would have to pass before there is room for a third.
+TEST_F(OrderEdge, LeaseOfACopyOfWhichChunksAreAheadOfNeed) {
+  constexpr std::int64_t kThreeChunks = 33 * kMiB;
+  const Handle handle = only_at(kPinned, kThreeChunks);
+  const std::uint64_t before = simcuda_calls("cudaMemcpyAsync");
+  (void)manager_->prefetch(one(handle), kDevice);
+  while (simcuda_calls("cudaMemcpyAsync") < before + 2) {
+    std::this_thread::yield();
+  }
+  without(kStreamWait);
+  read(handle, stream_, kThreeChunks);
 }
 
 TEST_F(OrderEdge, FurtherStreamOfALease) {
@@ -399,19 +413,29 @@ TEST_F(OrderEdge, CopyAheadOfNeedToWhereAConsumerReads) {
 TEST_F(OrderEdge, CopyToWhereOneAheadOfNeedGoes) {
   const Handle gone = only_at(kPinned);
   const Handle next = only_at(kPinned);
+  const std::uint64_t before = simcuda_calls("cudaMemcpyAsync");
   (void)manager_->prefetch(one(gone), kDevice);
+  while (simcuda_calls("cudaMemcpyAsync") == before) {  // on the stream for such copies
+    std::this_thread::yield();
+  }
   manager_->drop(gone, kDevice);
   without(kStreamWait);
   manager_->ensure(next, kDevice);
 }
 
-TEST_F(OrderEdge, CopyAheadOfNeedToWhereOneGoes) {
+TEST_F(OrderEdge, CopyAheadOfNeedToWhereOneIsFoundToBeOver) {
   const Handle gone = only_at(kPinned);
   const Handle next = only_at(kPinned);
   manager_->ensure(gone, kDevice);
   manager_->drop(gone, kDevice);
-  without(kStreamWait);
-  manager_->prefetch(one(next), kDevice).wait();
+  without(kQuery, {.count = kAll});
+  const std::uint64_t before = simcuda_calls("cudaMemcpyAsync");
+  const PlanReport report = manager_->prefetch(one(next), kDevice);
+  time_passes();
+  while (simcuda_calls("cudaMemcpyAsync") == before) {
+    std::this_thread::yield();
+  }
+  report.wait();
 }
 
 class OrderEdgeOfSegments : public OrderEdge {

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -105,13 +104,35 @@ class Prefetch : public DeviceTier {
                        : layer_->allocate(layout_of(nbytes), at).block;
   }
   CopyResult copy(const TensorBlock& source, Location to, bool ahead_of_need,
-                  FencePtr source_ready = nullptr) {
+                  FencePtr source_ready = nullptr,
+                  std::shared_ptr<TensorBlock> overwrite = nullptr) {
     CopyRequest request;
     request.from = source.location();
     request.to = to;
     request.source_ready = std::move(source_ready);
     request.ahead_of_need = ahead_of_need;
-    return layer_->copy(request, source, nullptr);
+    return layer_->copy(request, source, std::move(overwrite));
+  }
+  /// From now on copies to a device stay pending until the host waits for them.
+  static void slow_down() { ASSERT_EQ(simcuda_set("h2d", "1MB/s"), 0) << simcuda_message(); }
+  static bool is_over(const CopyResult& copy) { return !is_pending(copy.ready); }
+  /// Has all of it enqueued, without waiting on the host.
+  void need(const CopyResult& copy, const c10::cuda::CUDAStream& consumer) {
+    layer_->wait(named(consumer), copy.ready);
+  }
+  static constexpr int kNumInChain = 20'000;
+  /// Copies ahead of need into the same memory, each behind the one before, the first behind
+  /// `after`.
+  std::vector<CopyResult> chain(const TensorBlock& source,
+                                const std::shared_ptr<TensorBlock>& target, FencePtr after) {
+    std::vector<CopyResult> made;
+    made.reserve(kNumInChain);
+    for (int i = 0; i < kNumInChain; ++i) {
+      made.push_back(
+          copy(source, target->location(), /*ahead_of_need=*/true, std::move(after), target));
+      after = made.back().ready;
+    }
+    return made;
   }
 
   const std::string before_ = simulated() ? simcuda_get("h2d") : "";
@@ -137,20 +158,16 @@ TEST_F(Prefetch, NeededCopyComesAtMostTwoChunksLate) {
 }
 
 TEST_F(Prefetch, NoMoreThanTwoChunksAreOutstanding) {
-  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
   const auto large = block(kNumChunks * kChunk, kPinned);
   const auto other = block(kNumChunks * kChunk, kPinned);
-  Gate gate(producer);
-  const FencePtr ready = layer_->record_use(named(producer));
   simcuda_reset_counters();
-  const CopyResult first = copy(*large, kDevice, /*ahead_of_need=*/true, ready);
+  const CopyResult first = copy(*large, kDevice, /*ahead_of_need=*/true);
   const CopyResult second = copy(*other, kDevice, /*ahead_of_need=*/true);
   for (int i = 0; i < 3; ++i) {
     EXPECT_FALSE(layer_->pace(*first.ready, /*at_once=*/false));
     EXPECT_FALSE(layer_->pace(*second.ready, /*at_once=*/false));
     EXPECT_EQ(counters().copies[SIMCUDA_H2D], 2U);
   }
-  gate.open();
   while (!layer_->pace(*first.ready, /*at_once=*/false)) {
     EXPECT_FALSE(layer_->pace(*second.ready, /*at_once=*/false)) << "in their order";
   }
@@ -161,47 +178,169 @@ TEST_F(Prefetch, NoMoreThanTwoChunksAreOutstanding) {
 }
 
 TEST_F(Prefetch, SmallValuesAreSentManyAtATime) {
-  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
   const auto anchor = block(4096, kDevice);
+  slow_down();
   for (const auto& [nbytes, least, most] :
        {std::tuple(4096, 200, 512), std::tuple(1 << 20, 16, 32), std::tuple(10 << 20, 2, 3)}) {
-    Gate gate(producer);
-    const FencePtr ready = layer_->record_use(named(producer));
     const auto source = block(nbytes, kPinned);
     std::vector<CopyResult> copies;
     int num_enqueued = 0;
     for (int i = 0; i < 1000 && num_enqueued == i; ++i) {
-      copies.push_back(copy(*source, kDevice, /*ahead_of_need=*/true, ready));
+      copies.push_back(copy(*source, kDevice, /*ahead_of_need=*/true));
       num_enqueued += layer_->pace(*copies.back().ready, /*at_once=*/false) ? 1 : 0;
     }
     EXPECT_GE(num_enqueued, least) << nbytes;
     EXPECT_LE(num_enqueued, most) << nbytes;
-    gate.open();
     for (const CopyResult& each : copies) {
-      while (!layer_->pace(*each.ready, /*at_once=*/false)) {
-      }
       each.ready->wait();
+      EXPECT_TRUE(layer_->pace(*each.ready, /*at_once=*/false));
     }
   }
 }
 
 TEST_F(Prefetch, BoundIsThatOfADeviceAndDirection) {
-  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
   const auto large = block(kNumChunks * kChunk, kPinned);
   const auto there = block(kChunk, kDevice);
   const auto small = block(kChunk, kPinned);
-  Gate gate(producer);
-  const CopyResult stuck =
-      copy(*large, kDevice, /*ahead_of_need=*/true, layer_->record_use(named(producer)));
-  EXPECT_FALSE(layer_->pace(*stuck.ready, /*at_once=*/false));
+  slow_down();
+  const CopyResult slow = copy(*large, kDevice, /*ahead_of_need=*/true);
+  EXPECT_FALSE(layer_->pace(*slow.ready, /*at_once=*/false));
   for (const CopyResult& other : {copy(*small, kOther, /*ahead_of_need=*/true),
                                   copy(*there, kPinned, /*ahead_of_need=*/true)}) {
     EXPECT_TRUE(layer_->pace(*other.ready, /*at_once=*/false));
     other.ready->wait();
   }
+  EXPECT_TRUE(layer_->pace(*slow.ready, /*at_once=*/true));
+  slow.ready->wait();
+}
+
+// Or it would stand in the way of whatever is enqueued there after it.
+TEST_F(Prefetch, NothingIsEnqueuedOfWhatWouldBeStuck) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  const auto source = block(4096, kPinned);
+  Gate gate(producer);
+  simcuda_reset_counters();
+  const CopyResult stuck =
+      copy(*source, kDevice, /*ahead_of_need=*/true, layer_->record_use(named(producer)));
+  const CopyResult next = copy(*source, kDevice, /*ahead_of_need=*/true);
+  EXPECT_FALSE(layer_->pace(*stuck.ready, /*at_once=*/false));
+  EXPECT_FALSE(layer_->pace(*next.ready, /*at_once=*/false)) << "in their order";
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], 0U);
   gate.open();
-  EXPECT_TRUE(layer_->pace(*stuck.ready, /*at_once=*/true));
+  ASSERT_EQ(cudaStreamSynchronize(producer), cudaSuccess);
+  EXPECT_TRUE(layer_->pace(*stuck.ready, /*at_once=*/false));
+  EXPECT_TRUE(layer_->pace(*next.ready, /*at_once=*/false));
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], 2U);
+  next.ready->wait();
+}
+
+TEST_F(Prefetch, WhatIsNeededIsNotBehindOneThatIsStuck) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  for (const auto& [from, to] :
+       {std::pair(kPinned, kDevice), std::pair(kDevice, kPinned), std::pair(kDevice, kOther)}) {
+    const auto source = block(4096, from);
+    Gate gate(producer);
+    const CopyResult stuck =
+        copy(*source, to, /*ahead_of_need=*/true, layer_->record_use(named(producer)));
+    const CopyResult needed = copy(*source, to, /*ahead_of_need=*/true);
+    EXPECT_FALSE(layer_->pace(*stuck.ready, /*at_once=*/false));
+    EXPECT_FALSE(layer_->pace(*needed.ready, /*at_once=*/false));
+    needed.ready->wait();  // for ever, if it were
+    EXPECT_FALSE(is_over(stuck));
+    gate.open();
+    EXPECT_TRUE(layer_->pace(*stuck.ready, /*at_once=*/true));
+    EXPECT_TRUE(layer_->pace(*needed.ready, /*at_once=*/false));
+    stuck.ready->wait();
+  }
+}
+
+TEST_F(Prefetch, CopiesThatShareAnEventAreNotBehindOneThatIsStuckAfterThem) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  const auto source = block(4096, kPinned);
+  Gate gate(producer);
+  const CopyResult shares = copy(*source, kDevice, /*ahead_of_need=*/false);
+  const CopyResult stuck =
+      copy(*source, kDevice, /*ahead_of_need=*/true, layer_->record_use(named(producer)));
+  need(stuck, consumer);
+  shares.ready->wait();  // for ever, if they were
+  EXPECT_FALSE(is_over(stuck));
+  gate.open();
   stuck.ready->wait();
+}
+
+TEST_F(Prefetch, RestOfOneThatIsNeededComesBehindItsChunks) {
+  const auto source = block(3 * kChunk, kPinned);
+  std::memset(source->pack_data(), 7, 3 * kChunk);
+  slow_down();
+  const CopyResult begun = copy(*source, kDevice, /*ahead_of_need=*/true);
+  EXPECT_FALSE(layer_->pace(*begun.ready, /*at_once=*/false));
+  begun.ready->wait();
+  EXPECT_EQ(simcuda_device_end(0), simcuda_now()) << "the chunks are over";
+  EXPECT_TRUE(layer_->pace(*begun.ready, /*at_once=*/false));
+  EXPECT_GE(begun.ready->elapsed_ns().value_or(0), 3 * kChunk * 1000) << "at 1 MB/s";
+}
+
+TEST_F(Prefetch, LongChainIsEnqueuedAtOnceByWhoeverWaitsForItsEnd) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  const auto source = block(512, kPinned);
+  const auto target = block(512, kDevice);
+  Gate gate(producer);
+  const std::vector<CopyResult> copies =
+      chain(*source, target, layer_->record_use(named(producer)));
+  for (const CopyResult& each : copies) {
+    EXPECT_FALSE(layer_->pace(*each.ready, /*at_once=*/false));
+  }
+  simcuda_reset_counters();
+  need(copies.back(), consumer);
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], static_cast<std::uint64_t>(kNumInChain));
+  EXPECT_EQ(counters().busy_host_syncs, 0U);
+  for (const CopyResult& each : copies) {
+    EXPECT_TRUE(layer_->pace(*each.ready, /*at_once=*/false));
+  }
+  gate.open();
+  copies.back().ready->wait();
+}
+
+TEST_F(Prefetch, LongChainIsLetGo) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  const auto source = block(512, kPinned);
+  const auto target = block(512, kDevice);
+  Gate gate(producer);
+  simcuda_reset_counters();
+  chain(*source, target, layer_->record_use(named(producer)));
+  EXPECT_EQ(counters().copies[SIMCUDA_H2D], 0U);
+}
+
+TEST_F(Prefetch, OneThatIsNeededIsTriedAgainWhenACallFails) {
+  const auto source = block(2 * kChunk + 4096, kPinned);
+  slow_down();
+  for (const char* entry_point : {"cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventQuery",
+                                  "cudaStreamWaitEvent", "cudaMemcpyAsync"}) {
+    std::uint64_t made = 0;
+    for (std::uint64_t n = 0; n <= made; ++n) {
+      SCOPED_TRACE(std::string(entry_point) + ", call " + std::to_string(n));
+      std::memset(source->pack_data(), static_cast<int>(n), 2 * kChunk + 4096);
+      const CopyResult begun = copy(*source, kDevice, /*ahead_of_need=*/true);
+      EXPECT_FALSE(layer_->pace(*begun.ready, /*at_once=*/false));
+      const std::uint64_t before = simcuda_calls(entry_point);
+      ASSERT_EQ(simcuda_fail(entry_point, n, 1, cudaErrorInvalidValue), 0);
+      begun.ready->wait();
+      ASSERT_EQ(simcuda_fail(entry_point, 0, 0, 0), 0);
+      made = std::max(made, simcuda_calls(entry_point) - before);
+      ASSERT_EQ(begun.ready->poll(), FenceStatus::kDone);
+      EXPECT_TRUE(layer_->pace(*begun.ready, /*at_once=*/false));
+      auto& tensors = dynamic_cast<TensorBlock&>(*begun.block);
+      for (const std::int64_t at : {std::int64_t{0}, kChunk, 2 * kChunk + 4095}) {
+        std::uint8_t found = 255;
+        ASSERT_EQ(cudaMemcpy(&found, static_cast<std::uint8_t*>(tensors.pack_data()) + at, 1,
+                             cudaMemcpyDeviceToHost),
+                  cudaSuccess);
+        ASSERT_EQ(found, n);
+      }
+    }
+  }
 }
 
 TEST_F(Prefetch, OneThatIsStuckKeepsNoOtherWaiting) {
@@ -360,31 +499,35 @@ TEST_F(Prefetch, GoesOnByItselfOnceAFaultIsOver) {
 
 // Or its memory would be used again under the chunks.
 TEST_F(Prefetch, FailureIsToldBehindTheChunksThatAreInFlight) {
-  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
-  const at::Tensor result = on_device(64);
-  const Handle handle = value(4 * kChunk, 1);
-  const Handle gone = value(4 * kChunk, 3);
-  manager_->ensure(handle, kPinned).wait();
-  manager_->ensure(gone, kDevice).wait();
-  Gate gate(consumer);
-  enqueue_read(gone, consumer, result);
-  manager_->drop(gone, kDevice);
-  simcuda_reset_counters();
-  const PlanReport report = manager_->prefetch(one(handle), kDevice);
-  while (counters().copies[SIMCUDA_H2D] < 2) {
-    std::this_thread::yield();
-  }
+  const auto source = block(4 * kChunk, kPinned);
+  slow_down();
+  const CopyResult fails = copy(*source, kDevice, /*ahead_of_need=*/true);
+  EXPECT_FALSE(layer_->pace(*fails.ready, /*at_once=*/false));
   EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 1'000'000'000, cudaErrorInvalidValue), 0);
-  std::atomic<bool> told{false};
-  std::thread waiter([&] {
-    report.wait();
-    told = true;
-  });
-  std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // it is tried for a second
-  EXPECT_FALSE(told);
+  EXPECT_LT(simcuda_now(), simcuda_device_end(0));
+  fails.ready->wait();
   EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 0, 0), 0);
-  gate.open();
-  waiter.join();
+  EXPECT_EQ(fails.ready->poll(), FenceStatus::kFailed);
+  EXPECT_GE(simcuda_now(), simcuda_device_end(0));
+}
+
+// Or its memory would be used again under whoever still uses it.
+TEST_F(Prefetch, FailureIsToldBehindWhatItComesAfter) {
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  const at::Tensor result = on_device(kMiB);
+  const auto source = block(kMiB, kPinned);
+  slow_down();
+  ASSERT_EQ(cudaMemcpyAsync(result.mutable_data_ptr(), source->pack_data(), kMiB, cudaMemcpyDefault,
+                            consumer),
+            cudaSuccess);
+  const CopyResult fails =
+      copy(*source, kDevice, /*ahead_of_need=*/true, layer_->record_use(named(consumer)));
+  EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 1'000'000'000, cudaErrorInvalidValue), 0);
+  EXPECT_LT(simcuda_now(), simcuda_device_end(0));
+  fails.ready->wait();
+  EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 0, 0), 0);
+  EXPECT_EQ(fails.ready->poll(), FenceStatus::kFailed);
+  EXPECT_GE(simcuda_now(), simcuda_device_end(0));
 }
 
 TEST_F(Prefetch, BringsValuesInTheirOrder) {
@@ -438,11 +581,7 @@ TEST_F(Prefetch, ComesBehindWhoeverStillUsesTheMemory) {
   Gate gate(consumer);
   enqueue_read(gone, consumer, result);
   manager_->drop(gone, kDevice);
-  simcuda_reset_counters();
   const PlanReport report = manager_->prefetch(one(next), kDevice);
-  while (counters().copies[SIMCUDA_H2D] == 0) {
-    std::this_thread::yield();
-  }
   gate.open();
   report.wait();
   EXPECT_GT(report.entries().front().device_elapsed_ns.value_or(0), 0);
