@@ -377,9 +377,13 @@ FencePtr TorchBackend::State::start_ahead(TransferWorker::Kind when_needed, Tran
     if (needed == nullptr || taker == nullptr) {
       return;  // it has ended, or everything has
     }
-    needed->needed_now = true;
+    const bool is_first = !needed->needed_now.exchange(true);
     try {
-      taker->submit(Job::to_the_end(needed));
+      const TransferWorker::Work work = Job::to_the_end(needed);
+      // A worker that waits comes to nothing that is behind it in its queue.
+      if (!taker->run_here(work) && is_first) {
+        taker->submit(work);
+      }
     } catch (...) {
       // It keeps its place.
     }
@@ -430,7 +434,9 @@ void TorchBackend::State::pace(const FencePtr& copy) noexcept {
       return devices->pace(*copy, /*at_once=*/terms.abandon);
     });
   } catch (...) {
-    // No thread for it: whoever waits for the copy has it enqueued.
+    // No thread for it: at once then, as those behind it wait until it is over.
+    while (!options.devices->pace(*copy, /*at_once=*/true)) {
+    }
   }
 }
 

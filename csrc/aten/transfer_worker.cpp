@@ -31,6 +31,17 @@ void TransferGroup::wait_until_idle() {
   idle_.wait(lock, [this] { return num_outstanding_ == 0; });
 }
 
+namespace {
+
+/// What the calling thread is, where it is a worker's.
+struct Here {
+  const void* state = nullptr;
+  FileIo* io = nullptr;
+};
+thread_local Here t_here;
+
+}  // namespace
+
 // Owned by the worker and by its thread, so that a thread that was let go never looks at anything
 // that is gone.
 struct TransferWorker::State {
@@ -46,6 +57,7 @@ struct TransferWorker::State {
     pthread_setname_np(pthread_self(), kNames.at(static_cast<std::size_t>(kind)));
     constexpr auto kPatience = std::chrono::microseconds(50);
     FileIo io;
+    t_here = {this, &io};
     std::list<Work> work;         // a node of the queue, as putting it back must not fail
     std::size_t num_stalled = 0;  // that were put back one after the other
     for (;;) {
@@ -145,6 +157,10 @@ void TransferWorker::submit(Work work) {
   state_->changed.notify_one();
 }
 
+bool TransferWorker::run_here(const Work& work) {
+  return t_here.state == state_.get() && work(*t_here.io);
+}
+
 void TransferWorker::release_and_join(std::shared_ptr<TransferWorker> worker) noexcept {
   if (worker == nullptr || worker->generation_ != fork_generation()) {
     return;
@@ -205,7 +221,7 @@ void WorkerFence::wait() {
   if (has_ended_here() || is_orphan()) {
     return;
   }
-  if (hurry_ != nullptr && Fence::poll() == FenceStatus::kPending && !hurried_.exchange(true)) {
+  if (hurry_ != nullptr && Fence::poll() == FenceStatus::kPending) {
     hurry_();
   }
   Fence::wait();

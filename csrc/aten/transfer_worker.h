@@ -52,6 +52,9 @@ class TransferWorker {
 
   /// `work` must not throw.
   void submit(Work work);
+  /// Carries `work` out at once where the calling thread is this worker's: between two transfers,
+  /// or in one that has not begun to transfer. Returns what it returned; false on other threads.
+  [[nodiscard]] bool run_here(const Work& work);
   /// Gives up a reference; when it was the last, waits until the thread has ended.
   static void release_and_join(std::shared_ptr<TransferWorker> worker) noexcept;
 
@@ -67,7 +70,7 @@ class TransferWorker {
 class WorkerFence final : public Fence {
  public:
   WorkerFence();
-  /// What to do when somebody comes to wait, once. Set before anybody else has the fence.
+  /// What to do whenever somebody comes to wait. Set before anybody else has the fence.
   void on_wait(std::function<void()> hurry) { hurry_ = std::move(hurry); }
   [[nodiscard]] FenceStatus poll() const noexcept override;
   void wait() override;
@@ -90,7 +93,6 @@ class WorkerFence final : public Fence {
   [[nodiscard]] bool has_ended_here() const noexcept;
   std::uint64_t generation_;
   std::function<void()> hurry_;
-  std::atomic<bool> hurried_{false};
 };
 
 }  // namespace residency

@@ -12,6 +12,7 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <fcntl.h>
@@ -23,6 +24,8 @@
 
 #include "csrc/aten/content_stamp.h"
 #include "residency/aten/manager.h"
+#include "residency/aten/tensor_block.h"
+#include "residency/aten/torch_backend.h"
 #include "tests/aten/fixture.h"
 
 namespace residency::testing {
@@ -730,6 +733,46 @@ TEST_P(DiskTierTest, PrefetchThatIsWaitedForPassesTheOthers) {
     lease.release();
   }
   manager->close();
+}
+
+// The manager waits on the host instead, before it asks for the second; other callers need not.
+TEST_P(DiskTierTest, WorkerThatWaitsForOneAheadOfNeedIsNotBehindTheOthers) {
+  const auto calls = std::make_shared<HeldCalls>();
+  calls->holds = false;
+  TorchBackend backend({.file_engine = GetParam(), .system_calls = calls});
+  backend.open(ManagerId{900001}, with_disk(directory_));
+  const auto copy = [&](const BlockPtr& source, Location to, bool ahead_of_need, FencePtr after) {
+    CopyRequest request;
+    request.source = source;
+    request.from = source->location();
+    request.to = to;
+    request.source_ready = std::move(after);
+    request.ahead_of_need = ahead_of_need;
+    return backend.copy(request);
+  };
+  const auto on_disk = [&](float number) {
+    const BlockPtr memory = TensorBlock::adopt(TensorResident({{"x", at::full({64}, number)}}));
+    const CopyResult made = copy(memory, kDisk, /*ahead_of_need=*/false, nullptr);
+    made.ready->wait();
+    return made.block;
+  };
+  const BlockPtr held = on_disk(1);
+  const BlockPtr other = on_disk(2);
+  calls->holds = true;
+  const CopyResult first = copy(held, kHost, /*ahead_of_need=*/true, nullptr);
+  calls->held.get_future().wait();
+  const CopyResult ahead = copy(other, kHost, /*ahead_of_need=*/true, nullptr);
+  const CopyResult needed = copy(ahead.block, kDisk, /*ahead_of_need=*/false, ahead.ready);
+  needed.ready->wait();  // for ever, if it were
+  EXPECT_EQ(needed.ready->poll(), FenceStatus::kDone);
+  EXPECT_EQ(ahead.ready->poll(), FenceStatus::kDone);
+  EXPECT_EQ(first.ready->poll(), FenceStatus::kPending);
+  calls->released.set_value();
+  first.ready->wait();
+  const CopyResult back = copy(needed.block, kHost, /*ahead_of_need=*/false, nullptr);
+  back.ready->wait();
+  EXPECT_TRUE(dynamic_cast<TensorBlock&>(*back.block).tensors()["x"].equal(at::full({64}, 2.0F)));
+  backend.close(/*wait=*/true);
 }
 
 TEST_P(DiskTierTest, DiskBudgetIsKept) {
