@@ -83,27 +83,25 @@ Handle adopt(Manager& manager, TensorResident value, const AdoptOptions& options
   }
   const ValueSpec spec = spec_of(block->tensor_layout(), options.mode,
                                  Recoverability::kMustPreserve, options.mutability);
-  if (!options.rehome || manager.closed()) {
+  if (!options.rehome) {
     return manager.adopt(block, spec, options.type, std::move(ready));
   }
-  CopyRequest request;
-  request.spec = &spec;
-  request.source = block;
-  request.from = request.to = at;
-  request.stream = stream;
-  CopyResult copied = backend.copy(request);
-  if (!at.is_cuda() && copied.ready != nullptr) {
-    copied.ready->wait();  // memory of the host is its owner's again when the call returns
-    if (const auto error = copied.ready->error(); error != nullptr) {
-      std::rethrow_exception(error);
+  const auto make_copy = [&] {
+    CopyRequest request;
+    request.spec = &spec;
+    request.source = block;
+    request.from = request.to = at;
+    request.stream = stream;
+    CopyResult copied = backend.copy(request);
+    if (!at.is_cuda() && copied.ready != nullptr) {
+      copied.ready->wait();  // memory of the host is its owner's again when the call returns
+      if (const auto error = copied.ready->error(); error != nullptr) {
+        std::rethrow_exception(error);
+      }
     }
-  }
-  try {
-    return manager.adopt(copied.block, spec, options.type, copied.ready);
-  } catch (...) {
-    backend.release(std::move(copied.block), {copied.ready});
-    throw;
-  }
+    return copied;
+  };
+  return manager.adopt(make_copy, at, spec, options.type);
 }
 
 Handle register_source(Manager& manager, std::shared_ptr<Source> source,

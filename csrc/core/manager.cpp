@@ -49,6 +49,10 @@ Handle Manager::register_source(std::shared_ptr<Source> source, const ValueSpec&
                                 ValueType type) {
   return state_->register_source(std::move(source), spec, at, type);
 }
+Handle Manager::adopt(const std::function<CopyResult()>& make, Location at, const ValueSpec& spec,
+                      ValueType type) {
+  return state_->adopt(make, at, spec, type);
+}
 Handle Manager::adopt(BlockPtr block, const ValueSpec& spec, ValueType type, FencePtr ready) {
   return state_->adopt(std::move(block), spec, type, std::move(ready));
 }

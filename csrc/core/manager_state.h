@@ -110,6 +110,8 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] Handle register_source(std::shared_ptr<Source> source, const ValueSpec& spec,
                                        Location at, ValueType type);
   [[nodiscard]] Handle adopt(BlockPtr block, const ValueSpec& spec, ValueType type, FencePtr ready);
+  [[nodiscard]] Handle adopt(const std::function<CopyResult()>& make, Location at,
+                             const ValueSpec& spec, ValueType type);
   [[nodiscard]] BlockPtr take(const Handle& handle, std::optional<Location> at);
   std::size_t forget_discarded();
   [[nodiscard]] ValueSpec spec(const Handle& handle);
@@ -287,6 +289,10 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] std::vector<FencePtr> fences_to_wait_for(const ValueRecord* record,
                                                          const Verdict& verdict) const;
   void admit(Lock& lock, Trash& trash, Location location, Bytes nbytes, bool may_block);
+  [[nodiscard]] static MaterializationPtr adoptable(const BlockPtr& block, const ValueSpec& spec,
+                                                    FencePtr ready);
+  [[nodiscard]] Handle add_adopted(MaterializationPtr materialization, const ValueSpec& spec,
+                                   ValueType type);
   Materialization* attach(ValueRecord& record, MaterializationPtr materialization);
   [[nodiscard]] MaterializationPtr detach(ValueRecord& record, Location location);
   void give_up(ValueRecord& record, MaterializationPtr given_up, FencePtr escape_watch,

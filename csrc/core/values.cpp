@@ -44,21 +44,41 @@ void ManagerState::check_not_managed(const AddressRanges& ranges) const {
   }
 }
 
-Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type, FencePtr ready) {
-  check_not_loading();
+/// Says what the block is and where it lies. Throws where that is not what the spec says.
+MaterializationPtr ManagerState::adoptable(const BlockPtr& block, const ValueSpec& spec,
+                                           FencePtr ready) {
   if (!block) {
     throw std::invalid_argument("adopt: the block is null");
   }
-  const Location at = block->location();
-  MaterializationPtr materialization(new Materialization);
-  materialization->location = at;
-  materialization->set_ready(std::move(ready));
-  const AddressRanges ranges = block->address_ranges();
   if (block->logical_bytes() != spec.logical_bytes) {
     throw MaterializationError(
         fmt::format("adopt: the block has {} logical bytes, the spec says {}",
                     block->logical_bytes().count(), spec.logical_bytes.count()));
   }
+  MaterializationPtr materialization(new Materialization);
+  materialization->location = block->location();
+  materialization->set_ready(std::move(ready));
+  materialization->block = block;
+  return materialization;
+}
+
+/// Its charge is on the ledger, or will be before the mutex is open.
+Handle ManagerState::add_adopted(MaterializationPtr materialization, const ValueSpec& spec,
+                                 ValueType type) {
+  ValueRecord& record = values_.add(type);
+  record.spec = spec;
+  record.spec.recoverability = Recoverability::kMustPreserve;
+  ledger_.list(materialization->location);
+  attach(record, std::move(materialization));
+  ++version_;
+  return values_.handle_of(record);
+}
+
+Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type, FencePtr ready) {
+  check_not_loading();
+  MaterializationPtr materialization = adoptable(block, spec, std::move(ready));
+  const Location at = materialization->location;
+  const AddressRanges ranges = block->address_ranges();
   Trash trash;
   Lock lock(mutex_);
   check_open();
@@ -80,10 +100,8 @@ Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type
     break;
   }
   check_not_managed(ranges);
-  ValueRecord& record = values_.add(type);
-  record.spec = spec;
-  record.spec.recoverability = Recoverability::kMustPreserve;
-  materialization->block = std::move(block);
+  const Bytes charge = materialization->charge;
+  const Handle handle = add_adopted(std::move(materialization), spec, type);  // it can fail
   Account& account = ledger_.account(at);
   if (const auto escaped = find_escaped(at, ranges); escaped != escaped_.end()) {
     account.used -= escaped->bytes;
@@ -91,11 +109,47 @@ Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type
     trash.objects.push_back(std::move(escaped->until));
     escaped_.erase(escaped);
   }
-  account.charge(materialization->charge);
-  attach(record, std::move(materialization));
-  ledger_.list(at);
-  ++version_;
-  return values_.handle_of(record);
+  account.charge(charge);
+  return handle;
+}
+
+Handle ManagerState::adopt(const std::function<CopyResult()>& make, Location at,
+                           const ValueSpec& spec, ValueType type) {
+  check_not_loading();
+  MaterializationPtr materialization;
+  Trash trash;
+  Lock lock(mutex_);
+  check_open();
+  check_available(at);
+  const Bytes charge = backend_->occupied_bytes(spec, at);
+  admit(lock, trash, at, charge, true);
+  ledger_.account(at).charge(charge);
+  try {
+    {
+      const Unlocked unlocked(*this, lock);
+      CopyResult made = make();
+      try {
+        materialization = adoptable(made.block, spec, made.ready);
+        if (materialization->location != at) {
+          throw MaterializationError(
+              fmt::format("adopt: the block was to be made at {}, it is at {}", to_string(at),
+                          to_string(materialization->location)));
+        }
+        check_open();  // or nobody is left to give it to
+      } catch (...) {
+        materialization.reset();
+        if (made.block != nullptr) {
+          backend_->release(std::move(made.block), {std::move(made.ready)});
+        }
+        throw;
+      }
+    }
+    materialization->charge = charge;
+    return add_adopted(std::move(materialization), spec, type);
+  } catch (...) {
+    ledger_.account(at).used -= charge;
+    throw;
+  }
 }
 
 BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {

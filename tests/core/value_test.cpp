@@ -1,9 +1,11 @@
 // Sections A3-4, B, C14-16, F: handles, registration, adoption, drop, discard, take.
 
 #include <functional>
+#include <new>
 #include <set>
 #include <string>
 #include <thread>
+#include <type_traits>
 
 #include "fixture.h"
 
@@ -184,6 +186,53 @@ TEST_F(ValueTest, ExceptionOfASourceReachesTheCallerUnchangedAndALaterAttemptLoa
   manager->ensure(handle, kCuda0);
   EXPECT_TRUE(holds(handle, kCuda0));
   EXPECT_EQ(sources[handle]->num_loads, 2);
+}
+
+CopyResult made_block(BlockPtr block) {
+  CopyResult made;
+  made.block = std::move(block);
+  return made;
+}
+
+TEST_F(ValueTest, BlockThatIsMadeToBeAdoptedIsBookedBefore) {
+  budget(kPinned, 100_B);
+  start();
+  const auto spec = make_spec(100);
+  const auto make = [&] {
+    EXPECT_EQ(account(kPinned).used, 100_B);
+    EXPECT_THROW(manager->reserve({kPinned, 1_B, "no room"}).release(), BudgetError);
+    return made_block(backend->make_block(kPinned, spec, 7));
+  };
+  const Handle handle = manager->adopt(make, kPinned, spec);
+  seeds[handle] = 7;
+  EXPECT_TRUE(holds(handle, kPinned));
+  EXPECT_EQ(account(kPinned).used, 100_B);
+  changes_nothing([&] {
+    refused<BudgetError>([&] {
+      (void)manager->adopt(
+          []() -> CopyResult { throw std::logic_error("there is no room for it"); }, kPinned,
+          make_spec(1));
+    });
+  });
+}
+
+TEST_F(ValueTest, BlockThatCannotBeMadeOrIsAnotherOneIsNotAdopted) {
+  start();
+  const auto spec = make_spec(100);
+  const auto refuse = [&]<class Error>(std::type_identity<Error>, const auto& make) {
+    changes_nothing([&] {
+      refused<Error>([&] { (void)manager->adopt(make, kPinned, spec); });
+      manager->audit();
+    });
+    EXPECT_EQ(backend->live_bytes(kPinned), Bytes());
+    EXPECT_EQ(backend->live_bytes(kPageable), Bytes());
+  };
+  refuse(std::type_identity<std::bad_alloc>(), []() -> CopyResult { throw std::bad_alloc(); });
+  refuse(std::type_identity<std::invalid_argument>(), [] { return CopyResult(); });
+  refuse(std::type_identity<MaterializationError>(),
+         [&] { return made_block(backend->make_block(kPageable, spec, 1)); });
+  refuse(std::type_identity<MaterializationError>(),
+         [&] { return made_block(backend->make_block(kPinned, make_spec(99), 1)); });
 }
 
 TEST_F(ValueTest, SourceThatGivesSomethingElseIsAMaterializationError) {

@@ -767,14 +767,35 @@ TEST_F(DeviceTier, RehomedHostMemoryIsTheCallersAgain) {
   }
 }
 
-TEST_F(DeviceTier, RehomingThatDoesNotFitChangesNothing) {
+TEST_F(DeviceTier, RehomingThatDoesNotFitIsRefusedBeforeAnythingIsTaken) {
   ManagerOptions options;
-  options.budgets = {{kDevice, Bytes(kMiB)}};
+  options.budgets = {{kDevice, Bytes(kMiB)}, {kPinned, Bytes(kMiB)}, {kHost, Bytes(kMiB)}};
   manager_ = make(layer_, std::move(options));
-  TensorResident fields({{"x", on_device(2 * kMiB)}});
-  EXPECT_THROW((void)adopt(*manager_, std::move(fields), {.rehome = true}), BudgetError);
-  EXPECT_EQ(layer_->usage(kDevice).live, Bytes());
-  EXPECT_EQ(layer_->usage(kDevice).segments, Bytes());
+  for (const Location at : {kDevice, kPinned, kHost}) {
+    SCOPED_TRACE(to_string(at));
+    const at::Tensor tensor = at.is_cuda()    ? on_device(2 * kMiB)
+                              : at == kPinned ? page_locked(2 * kMiB)
+                                              : at::empty({2 * kMiB}, at::kByte);
+    const std::uint64_t version = manager_->state_version();
+    layer_->reset_peaks();
+    TensorResident fields({{"x", tensor}});
+    EXPECT_THROW((void)adopt(*manager_, std::move(fields), {.rehome = true}), BudgetError);
+    EXPECT_EQ(layer_->usage(at).peak_live, Bytes());
+    EXPECT_EQ(layer_->usage(at).segments, Bytes());
+    EXPECT_EQ(tensor.storage().use_count(), 1U);
+    EXPECT_EQ(manager_->state_version(), version);
+    EXPECT_TRUE(manager_->snapshot().values.empty());
+    manager_->audit();
+  }
+}
+
+TEST_F(DeviceTier, RehomingForWhichThereIsNoMemoryBooksNothing) {
+  TensorResident fields({{"x", on_device(most_of_the_device())}});
+  const std::uint64_t version = manager_->state_version();
+  EXPECT_THROW((void)adopt(*manager_, std::move(fields), {.rehome = true}), c10::OutOfMemoryError);
+  EXPECT_EQ(manager_->state_version(), version);
+  EXPECT_TRUE(manager_->snapshot().values.empty());
+  manager_->audit();
 }
 
 TEST_F(DeviceTier, BuffersOfStagedCopiesAreExplainedAndLocked) {

@@ -70,6 +70,11 @@ class RESIDENCY_API Manager {
   /// complete; null: they are.
   [[nodiscard]] Handle adopt(BlockPtr block, const ValueSpec& spec, ValueType type = {},
                              FencePtr ready = nullptr);
+  /// The same for a block that is made only when there is room for it: `make` is called with its
+  /// charge booked at `at` and without any lock held. Throws `BudgetError` before that, and what
+  /// `make` throws; nothing is booked then.
+  [[nodiscard]] Handle adopt(const std::function<CopyResult()>& make, Location at,
+                             const ValueSpec& spec, ValueType type = {});
   /// Ends management of an unprotected value and gives its block at `at` (default: the only one in
   /// memory, or the cheapest by the link order), complete. A value that is only on disk is brought
   /// to pageable host memory first, as one step with the rest. Other materializations are released.
