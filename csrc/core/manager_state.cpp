@@ -162,13 +162,18 @@ void ManagerState::set_budget(Location location, std::optional<Bytes> budget) {
   settle(trash);
   Account& account = ledger_.account(location);
   if (budget && account.used.saturating_add(account.reserved) > *budget) {
-    Shortfall shortfall = account.shortfall(Bytes());
+    Shortfall shortfall = account.shortfall({});
     shortfall.budget = *budget;
-    throw BudgetError(shortfall,
-                      fmt::format("cannot lower the budget of {} to {} B: {} B are used and {} B "
-                                  "reserved; make room first",
-                                  to_string(location), budget->count(), account.used.count(),
-                                  account.reserved.count()));
+    throw BudgetError(
+        shortfall,
+        fmt::format(
+            "cannot lower the budget of {} to {} B: {} B are used and {} B reserved{}; make "
+            "room first",
+            to_string(location), budget->count(), account.used.count(), account.reserved.count(),
+            account.staging != Bytes()
+                ? fmt::format(", of which {} B for staging until the manager closes",
+                              account.staging.count())
+                : ""));
   }
   if (account.budget != budget || !account.listed) {
     account.budget = budget;

@@ -86,6 +86,18 @@ TEST_F(BudgetTest, RaisingAlwaysWorksAndLoweringBelowUseChangesNothing) {
   (void)handle;
 }
 
+TEST_F(BudgetTest, LoweringBelowTheBuffersOfStagedCopiesNamesThem) {
+  fake_options.staging = 100_B;
+  start();
+  manager->move(adopt(kPageable, 10), kCuda0).wait();
+  const auto error = refused<BudgetError>([&] { manager->set_budget(kPinned, 99_B); });
+  EXPECT_EQ(error->shortfall.reserved, 100_B);
+  EXPECT_NE(std::string(error->what()).find("100 B for staging"), std::string::npos)
+      << error->what();
+  EXPECT_FALSE(account(kPinned).budget);
+  manager->set_budget(kPinned, 100_B);
+}
+
 TEST_F(BudgetTest, SettingTheSameBudgetChangesNothing) {
   budget(kPinned, 100_B);
   start();

@@ -154,7 +154,9 @@ class RESIDENCY_API Manager {
   /// Throws `std::invalid_argument` for an empty label, `BudgetError`, and with
   /// `require_physical` `HeadroomError`.
   [[nodiscard]] Reservation reserve(MemoryReservation reservation, bool require_physical = false);
-  /// None removes the limit. Lowering below used + reserved is a `BudgetError`. Retiring bytes do
+  /// None removes the limit. Lowering below used + reserved is a `BudgetError`; at pinned-host the
+  /// buffers of staged copies are among the reserved bytes from the first such copy on, and nothing
+  /// but closing gives them back. Retiring bytes do
   /// not count here: should a transfer fail later and its source come back, used may exceed a
   /// budget that was lowered meanwhile, until something is given up; nothing is admitted then.
   void set_budget(Location location, std::optional<Bytes> budget);
