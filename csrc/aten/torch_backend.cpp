@@ -584,7 +584,7 @@ std::optional<SegmentBytes> TorchBackend::predict_segments(
              : std::nullopt;
 }
 
-std::optional<Bytes> TorchBackend::spare_bytes(Location location, Bytes wanted) {
+std::optional<SpareBytes> TorchBackend::spare_bytes(Location location, const Growth& wanted) {
   return location == Location::pinned_host() && state_->options.devices != nullptr
              ? state_->devices().lockable_bytes(wanted)
              : std::nullopt;

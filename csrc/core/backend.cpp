@@ -29,7 +29,7 @@ std::optional<SegmentBytes> Backend::predict_segments(Location, std::span<const 
   return std::nullopt;
 }
 
-std::optional<Bytes> Backend::spare_bytes(Location, Bytes) {
+std::optional<SpareBytes> Backend::spare_bytes(Location, const Growth&) {
   return std::nullopt;
 }
 

@@ -91,28 +91,30 @@ ManagerState::Simulated ManagerState::simulate(World& world, const ResidencyPlan
 
 /// What the system refuses of the growth that a simulation has found.
 World::Limits ManagerState::limits_of_growth(Lock& lock, const World& world) {
-  struct Growth {
+  struct Growing {
     Location location;
-    Bytes held;
-    Bytes added;
+    Growth from;
+    Growth by;
   };
-  std::vector<Growth> growing;
+  std::vector<Growing> growing;
   for (const Account& account : world.touched()) {
     const Account* now = ledger_.find(account.location);
+    const Growth from = now != nullptr ? Growth{now->used + now->retiring, now->staging} : Growth();
     const Bytes used = now != nullptr ? now->used : Bytes();
-    const Bytes staging = now != nullptr ? now->staging : Bytes();
-    const Bytes added = account.peak_used - used + (account.staging - staging);
-    if (added > Bytes()) {
-      const Bytes retiring = now != nullptr ? now->retiring : Bytes();
-      growing.push_back({account.location, used + retiring + staging, added});
+    const Growth by{account.peak_used - used, account.staging - from.staging};
+    if (by.values + by.staging > Bytes()) {
+      growing.push_back({account.location, from, by});
     }
   }
   World::Limits limits;
   const Unlocked unlocked(*this, lock);
-  for (const Growth& each : growing) {
-    const std::optional<Bytes> spare = backend_->spare_bytes(each.location, each.added);
-    if (spare.has_value() && *spare < each.added) {
-      limits.emplace_back(each.location, each.held + *spare);
+  for (const Growing& each : growing) {
+    const auto spare = backend_->spare_bytes(each.location, each.by);
+    if (spare.has_value() &&
+        each.by.values.saturating_sub(spare->in_segments) + each.by.staging > spare->in_system) {
+      limits.emplace_back(each.location,
+                          SystemLimit{{each.from.values + spare->in_segments, each.from.staging},
+                                      spare->in_system});
     }
   }
   return limits;

@@ -6,22 +6,30 @@
 #include <optional>
 #include <vector>
 
+#include "residency/core/backend.h"
 #include "residency/core/bytes.h"
 #include "residency/core/location.h"
 #include "residency/core/verdict.h"
 
 namespace residency {
 
+/// What a location can take from the system, as a simulation found it at its start. Memory that was
+/// taken stays: what a value has given up serves values alone.
+struct SystemLimit {
+  Growth taken{};  ///< by values, with what is free among them, and by `staging`
+  Bytes spare{};   ///< what can be taken more
+};
+
 /// The accounting of one location.
 struct Account {
   Location location;
   std::optional<Bytes> budget{};
-  std::optional<Bytes> limit{};  ///< of the system; only in a simulation
-  Bytes used{};                  ///< materializations, temporary loads, escaped memory
-  Bytes reserved{};              ///< open reservations, and `staging`
-  Bytes staging{};               ///< buffers that staged copies go through
-  Bytes retiring{};              ///< given up, but something still reads it
-  Bytes escaped{};               ///< part of used: given up, but others keep the memory alive
+  std::optional<SystemLimit> limit{};  ///< only in a simulation
+  Bytes used{};                        ///< materializations, temporary loads, escaped memory
+  Bytes reserved{};                    ///< open reservations, and `staging`
+  Bytes staging{};                     ///< buffers that staged copies go through
+  Bytes retiring{};                    ///< given up, but something still reads it
+  Bytes escaped{};                     ///< part of used: given up, but others keep the memory alive
   Bytes peak_used{};
   Bytes peak_charged{};  ///< of used + reserved
   /// Of a device: staged copies that were admitted and have not failed at once. From the first on
@@ -52,39 +60,43 @@ struct Account {
 
   /// Bytes by which `requested` is beyond the budget. Without one the limit is what can be counted.
   [[nodiscard]] Bytes over_budget(Bytes requested) const noexcept {
-    return beyond(budget.value_or(Bytes::max()), reserved, requested);
+    const Wide most = (budget.has_value() ? *budget : Bytes::max()).count();
+    return bytes_above(most, held(reserved, requested));
   }
   /// The same for bytes that are going to be taken from the system, which may have a limit of its
   /// own. Reservations are not taken from it, but for `staging`.
-  [[nodiscard]] Bytes lacking(Bytes requested) const noexcept {
-    return std::max(over_budget(requested), over_limit(requested));
+  [[nodiscard]] Bytes lacking(const Growth& requested) const noexcept {
+    return std::max(over_budget(requested.values + requested.staging), over_limit(requested));
   }
-  [[nodiscard]] Shortfall shortfall(Bytes requested) const noexcept {
-    const bool of_system = over_limit(requested) > over_budget(requested);
-    return {location, of_system ? *limit : budget.value_or(Bytes::max()),
-            used,     of_system ? staging : reserved,
-            retiring, requested,
-            of_system};
+  [[nodiscard]] Shortfall shortfall(const Growth& growth) const noexcept {
+    const Bytes requested = growth.values + growth.staging;
+    const Bytes over = over_limit(growth);
+    if (over <= over_budget(requested)) {
+      return {location, budget.value_or(Bytes::max()), used, reserved, retiring, requested, false};
+    }
+    const Bytes most = bytes_above(over.count(), held(staging, requested));
+    return {location, most, used, staging, retiring, requested, true};
   }
 
  private:
-  [[nodiscard]] Bytes over_limit(Bytes requested) const noexcept {
-    return limit.has_value() ? beyond(*limit, staging, requested) : Bytes();
+  using Wide = __int128;  // sums of bytes must not stop at 2^63-1 and then seem to fit
+
+  [[nodiscard]] Wide held(Bytes besides, Bytes requested) const noexcept {
+    return Wide(used.count()) + besides.count() + retiring.count() + requested.count();
   }
-  [[nodiscard]] Bytes beyond(Bytes most, Bytes held, Bytes requested) const noexcept {
-    // Four terms below 2^63 each, whose sum must not stop at 2^63-1 and then seem to fit.
-    unsigned __int128 sum = 0;
-    for (const Bytes each : {used, held, retiring, requested}) {
-      sum += static_cast<unsigned __int128>(each.count());
+  [[nodiscard]] static Bytes bytes_above(Wide most, Wide sum) noexcept {
+    const Wide over = std::clamp<Wide>(sum - most, 0, Bytes::max().count());
+    return Bytes(static_cast<std::int64_t>(over));
+  }
+  [[nodiscard]] Bytes over_limit(const Growth& requested) const noexcept {
+    if (!limit.has_value()) {
+      return {};
     }
-    const auto limit = static_cast<unsigned __int128>(most.count());
-    if (sum <= limit) {
-      return Bytes();
-    }
-    const unsigned __int128 over = sum - limit;
-    return over < static_cast<unsigned __int128>(Bytes::max().count())
-               ? Bytes(static_cast<std::int64_t>(over))
-               : Bytes::max();
+    const Wide values = std::max<Wide>(peak_used.count(), held(Bytes(), requested.values)) -
+                        limit->taken.values.count();
+    const Wide buffers =
+        Wide(staging.count()) + requested.staging.count() - limit->taken.staging.count();
+    return bytes_above(limit->spare.count(), std::max<Wide>(values, 0) + buffers);
   }
 };
 

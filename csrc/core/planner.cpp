@@ -306,19 +306,19 @@ class Plan {
     for (std::size_t i = 0; i < verdict_.num_transitions; ++i) {
       const Transition& each = verdict_.transitions[i];
       if (each.kind == TransitionKind::kReconstruct || each.kind == TransitionKind::kCopy) {
-        admit(world_.account(each.to), each.charge);
+        admit(world_.account(each.to), {.values = each.charge});
       }
     }
     if (verdict_.feasible()) {
       admit_staging();
     }
   }
-  void admit(const Account& account, Bytes nbytes) {
-    const Bytes lacking = account.lacking(nbytes);
+  void admit(const Account& account, const Growth& growth) {
+    const Bytes lacking = account.lacking(growth);
     if (lacking == Bytes()) {
       return;
     }
-    verdict_.shortfall = account.shortfall(nbytes);
+    verdict_.shortfall = account.shortfall(growth);
     verdict_.waits = true;
     if (lacking > account.retiring) {
       refuse(Reason::kOverBudget);
@@ -328,7 +328,7 @@ class Plan {
     const auto staging = staging_use(world_.backend(), verdict_);
     if (staging.has_value() && world_.account(staging->device).num_staged == 0) {
       verdict_.staging = staging->nbytes;
-      admit(world_.account(Location::pinned_host()), staging->nbytes);
+      admit(world_.account(Location::pinned_host()), {.staging = staging->nbytes});
     }
   }
 
@@ -407,11 +407,11 @@ Verdict plan_reservation(World& world, Location location, Bytes nbytes) {
   const Bytes lacking = account.over_budget(nbytes);
   if (lacking > account.retiring) {
     verdict.reason = Reason::kOverBudget;
-    verdict.shortfall = account.shortfall(nbytes);
+    verdict.shortfall = account.shortfall({.values = nbytes});
     return verdict;
   }
   verdict.waits = lacking > Bytes();
-  verdict.shortfall = verdict.waits ? account.shortfall(nbytes) : Shortfall();
+  verdict.shortfall = verdict.waits ? account.shortfall({.values = nbytes}) : Shortfall();
   return verdict;
 }
 

@@ -94,7 +94,7 @@ std::vector<FencePtr> ManagerState::fences_to_wait_for(const ValueRecord* record
   }
   const auto add_retiring = [&](Location location, Bytes nbytes) {
     const Account* account = ledger_.find(location);
-    if (account == nullptr || account->lacking(nbytes) == Bytes()) {
+    if (account == nullptr || account->over_budget(nbytes) == Bytes()) {
       return;
     }
     for (const Retiring& each : retiring_) {
@@ -138,7 +138,7 @@ void ManagerState::admit(Lock& lock, Trash& trash, Location location, Bytes nbyt
       return;
     }
     if (!may_block) {
-      throw BudgetError(ledger_.account(location).shortfall(nbytes));
+      throw BudgetError(ledger_.account(location).shortfall({.values = nbytes}));
     }
     verdict.transitions[0] = {
         .kind = TransitionKind::kCopy, .from = location, .to = location, .charge = nbytes};

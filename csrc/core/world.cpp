@@ -232,7 +232,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
     const Transition& each = verdict.transitions[i];
     if (each.kind == TransitionKind::kReconstruct || each.kind == TransitionKind::kCopy) {
       Account& account = overlaid(each.to);
-      account.retiring = account.retiring.saturating_sub(account.lacking(each.charge));
+      account.retiring = account.retiring.saturating_sub(account.lacking({.values = each.charge}));
       account.charge(each.charge);
     }
     if (each.kind == TransitionKind::kCopy) {

@@ -61,8 +61,8 @@ struct ValueView {
 /// Lives under the manager's mutex.
 class World {
  public:
-  /// What the system lets locations hold, used and retiring bytes included.
-  using Limits = std::vector<std::pair<Location, Bytes>>;
+  /// Of the locations that the system lets take no more than a part of what they are to.
+  using Limits = std::vector<std::pair<Location, SystemLimit>>;
 
   /// `num_actions`: how many are going to be simulated, so that room is made once.
   World(const ValueTable& values, const Ledger& ledger, const Backend& backend,

@@ -282,7 +282,7 @@ constexpr auto kStagedChunkBytes = Bytes(std::int64_t{16} << 20);
 class CudaLayer final : public DeviceLayer {
  public:
   [[nodiscard]] std::string why_unavailable(Location at) const override;
-  [[nodiscard]] std::optional<Bytes> lockable_bytes(Bytes wanted) const override;
+  [[nodiscard]] std::optional<SpareBytes> lockable_bytes(const Growth& wanted) const override;
   [[nodiscard]] Bytes occupied_bytes(const TensorLayout& layout, Location at) const override;
   [[nodiscard]] SegmentBytes predict_segments(Location at,
                                               std::span<const MemoryStep> steps) const override;
@@ -334,14 +334,14 @@ std::string CudaLayer::why_unavailable(Location at) const {
   return {};
 }
 
-std::optional<Bytes> CudaLayer::lockable_bytes(Bytes wanted) const {
+std::optional<SpareBytes> CudaLayer::lockable_bytes(const Growth& wanted) const {
   const Usage now = usage(Location::pinned_host());
   const Bytes in_slabs = now.segments - now.live;
-  if (in_slabs >= wanted) {
-    return in_slabs;  // without asking the system, which costs more than a plan
+  if (wanted.staging == Bytes() && wanted.values <= in_slabs) {
+    return SpareBytes{in_slabs, Bytes()};  // to ask the system costs more than a plan
   }
   const std::optional<Bytes> lockable = PageLockedSegments::lockable_bytes();
-  return lockable.has_value() ? std::optional(in_slabs.saturating_add(*lockable)) : std::nullopt;
+  return lockable.has_value() ? std::optional(SpareBytes{in_slabs, *lockable}) : std::nullopt;
 }
 
 Bytes CudaLayer::occupied_bytes(const TensorLayout& layout, Location at) const {

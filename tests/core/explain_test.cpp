@@ -301,13 +301,50 @@ TEST_F(ExplainTest, LimitOfTheSystemCountsBuffersAndNoOtherReservation) {
   const auto reserved = manager->reserve({kPinned, 1000_B, "accounting"});
   const std::vector<ResidencyAction> actions = {EnsureResident{a, kPinned},
                                                 EnsureResident{b, kCuda0}};
-  backend->set_spare_bytes(kPinned, 149_B);
+  backend->set_spare_bytes(kPinned, SpareBytes{.in_system = 149_B});
   const auto refused = manager->explain(actions);
   ASSERT_FALSE(refused.feasible);
   EXPECT_EQ(refused.actions.back().verdict.shortfall,
             (Shortfall{kPinned, 149_B, 50_B, Bytes(), Bytes(), 100_B, /*of_system=*/true}));
-  backend->set_spare_bytes(kPinned, 150_B);
+  backend->set_spare_bytes(kPinned, SpareBytes{.in_system = 150_B});
   manager->execute(actions).wait();
+}
+
+TEST_F(ExplainTest, FreeMemoryInSegmentsServesValuesAndNoBuffers) {
+  fake_options.staging = 100_B;
+  start();
+  const Handle a = adopt(kPageable, 50);
+  const Handle b = adopt(kPageable, 512);
+  const std::vector<ResidencyAction> actions = {EnsureResident{a, kPinned},
+                                                EnsureResident{b, kCuda0}};
+  backend->set_spare_bytes(kPinned, SpareBytes{.in_segments = 300_B, .in_system = 99_B});
+  const auto refused = manager->explain(actions);
+  ASSERT_FALSE(refused.feasible);
+  EXPECT_EQ(refused.actions.back().verdict.shortfall,
+            (Shortfall{kPinned, 149_B, 50_B, Bytes(), Bytes(), 100_B, /*of_system=*/true}));
+  backend->set_spare_bytes(kPinned, SpareBytes{.in_segments = 20_B, .in_system = 129_B});
+  EXPECT_FALSE(manager->explain(actions).feasible);
+  backend->set_spare_bytes(kPinned, SpareBytes{.in_segments = 20_B, .in_system = 130_B});
+  EXPECT_TRUE(manager->explain(actions).feasible);
+  backend->set_spare_bytes(kPinned, SpareBytes{.in_segments = 50_B, .in_system = 100_B});
+  manager->execute(actions).wait();
+}
+
+TEST_F(ExplainTest, WhatAValueHasLeftServesNoBuffers) {
+  fake_options.staging = 100_B;
+  start();
+  const Handle a = adopt(kPageable, 50);
+  const Handle b = adopt(kPageable, 512);
+  const Handle c = adopt(kPageable, 50);
+  const std::vector<ResidencyAction> actions = {
+      EnsureResident{a, kPinned}, DropResident{a, kPinned}, EnsureResident{c, kPinned},
+      DropResident{c, kPinned}, EnsureResident{b, kCuda0}};
+  backend->set_spare_bytes(kPinned, SpareBytes{.in_system = 149_B});
+  const auto refused = manager->explain(actions);
+  ASSERT_FALSE(refused.feasible);
+  EXPECT_EQ(refused.actions.size(), actions.size()) << refused.infeasible_because;
+  backend->set_spare_bytes(kPinned, SpareBytes{.in_system = 150_B});
+  EXPECT_TRUE(manager->explain(actions).feasible);
 }
 
 TEST_F(ExplainTest, BadHandlesAndMissingLocationsAreVerdicts) {

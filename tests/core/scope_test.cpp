@@ -110,7 +110,7 @@ TEST_F(ExecuteTest, LimitOfTheSystemRefusesThePlanBeforehandAndIsNamed) {
   const Handle b = adopt(kPageable, 100);
   manager->ensure(a, kPinned);
   backend->complete_all();
-  backend->set_spare_bytes(kPinned, 99_B);
+  backend->set_spare_bytes(kPinned, SpareBytes{.in_system = 99_B});
   const ActionList actions = {EnsureResident{b, kPinned}};
   const auto error = refused<PlanError>([&] { manager->execute(actions); });
   EXPECT_EQ(error->verdict.reason, Reason::kOverBudget);
@@ -128,7 +128,7 @@ TEST_F(ExecuteTest, LimitOfTheSystemRefusesThePlanBeforehandAndIsNamed) {
   manager->execute(ActionList{DropResident{a, kPinned}, EnsureResident{b, kPinned}});
   backend->set_spare_bytes(kPinned, std::nullopt);
   EXPECT_TRUE(manager->explain(ActionList{EnsureResident{a, kPinned}}).feasible);
-  backend->set_spare_bytes(kPinned, 99_B);
+  backend->set_spare_bytes(kPinned, SpareBytes{.in_system = 99_B});
   manager->set_budget(kPinned, 150_B);
   const auto budget = refused<PlanError>([&] {
     manager->execute(ActionList{EnsureResident{a, kPinned}});

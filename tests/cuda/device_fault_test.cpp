@@ -345,6 +345,39 @@ TEST_F(DeviceFault, PlanThatWouldLockTooMuchIsRefusedBeforehand) {
   EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "");
 }
 
+// In a process of its own, as above. What is free in slabs is of no use to the buffers.
+TEST_F(DeviceFault, StagingThatCannotBeLockedIsExplained) {
+  if (::geteuid() != 0) {
+    GTEST_SKIP() << "only root can become somebody with a lower limit";
+  }
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto body = [] {
+    const rlimit limit{8 * kMiB, 8 * kMiB};  // of the simulated runtime's memory none is counted
+    ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &limit), 0);
+    ASSERT_EQ(::seteuid(65534), 0);
+    const auto layer = make_cuda_layer();
+    const auto manager = create_manager({}, {.devices = layer});
+    for (const int byte : {1, 2, 3}) {
+      const Handle handle = value(*manager, 8 * kMiB, byte);
+      manager->ensure(handle, kPinned).wait();
+    }
+    for (const ValueSnapshot& each : manager->snapshot().values) {
+      manager->drop(each.handle, kPinned);
+    }
+    EXPECT_EQ(layer->usage(kPinned).segments, Bytes(24 * kMiB)) << "more than the buffers need";
+    const Handle handle = value(*manager, kMiB, 8);
+    const std::vector<ResidencyAction> actions = {EnsureResident{handle, kDevice}};
+    const Explanation explanation = manager->explain(actions);
+    EXPECT_FALSE(explanation.feasible);
+    EXPECT_NE(explanation.infeasible_because.find("ulimit -l"), std::string::npos)
+        << explanation.infeasible_because;
+    EXPECT_THROW(manager->execute(actions), PlanError);
+    EXPECT_THROW(manager->ensure(handle, kDevice).wait(), TransferError) << "as was said";
+    manager->close();
+  };
+  EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "");
+}
+
 TEST_F(DeviceFault, MemoryThatCannotBeUnlockedIsNotGivenBack) {
   const auto layer = make_cuda_layer();
   TensorResident fields({{"x", at::empty({100'000}, at::TensorOptions().dtype(at::kByte))}});

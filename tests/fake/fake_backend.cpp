@@ -110,7 +110,7 @@ class World : public std::enable_shared_from_this<World> {
   std::vector<OperationPtr> queue;
   std::map<std::pair<Location, std::int64_t>, OperationPtr> stream_tail;
   std::map<std::pair<Handle, Location>, std::pair<OperationPtr, FencePtr>> newest;
-  std::map<Location, std::optional<Bytes>> spare;
+  std::map<Location, std::optional<SpareBytes>> spare;
   struct Retired {
     BlockPtr block;
     std::vector<FencePtr> after;
@@ -977,14 +977,14 @@ BlockPtr FakeBackend::reconstruct(Source& source, const ValueSpec& spec, Locatio
   return block;
 }
 
-std::optional<Bytes> FakeBackend::spare_bytes(Location location, Bytes /*wanted*/) {
+std::optional<SpareBytes> FakeBackend::spare_bytes(Location location, const Growth& /*wanted*/) {
   probe("Backend::spare_bytes");
   const std::lock_guard lock(world_->mutex);
   const auto found = world_->spare.find(location);
   return found != world_->spare.end() ? found->second : std::nullopt;
 }
 
-void FakeBackend::set_spare_bytes(Location location, std::optional<Bytes> bytes) {
+void FakeBackend::set_spare_bytes(Location location, std::optional<SpareBytes> bytes) {
   const std::lock_guard lock(world_->mutex);
   world_->spare[location] = bytes;
 }

@@ -200,7 +200,8 @@ class FakeBackend : public Backend {
   [[nodiscard]] Bytes staging_bytes(Location from, Location to) const override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request) override;
   [[nodiscard]] BlockPtr reconstruct(Source& source, const ValueSpec& spec, Location at) override;
-  [[nodiscard]] std::optional<Bytes> spare_bytes(Location location, Bytes wanted) override;
+  [[nodiscard]] std::optional<SpareBytes> spare_bytes(Location location,
+                                                      const Growth& wanted) override;
   void release(BlockPtr block, std::vector<FencePtr> after) noexcept override;
   [[nodiscard]] FencePtr watch_escape(const Block& block) override;
   void begin_access(Block& block, Access access, const std::optional<Stream>& stream,
@@ -235,7 +236,7 @@ class FakeBackend : public Backend {
   /// The copies that are queued, oldest first.
   [[nodiscard]] std::vector<TransferView> queued_transfers() const;
   /// What the system lets the location hold more from now on; none: no limit.
-  void set_spare_bytes(Location location, std::optional<Bytes> bytes);
+  void set_spare_bytes(Location location, std::optional<SpareBytes> bytes);
   /// Where the newest copy of the value to the location stands.
   [[nodiscard]] FenceStatus transfer_status(const Handle& value, Location to) const;
 

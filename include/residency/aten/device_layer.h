@@ -31,9 +31,10 @@ class RESIDENCY_API DeviceLayer {
 
   /// Empty when the location exists here; otherwise why not. Pure query.
   [[nodiscard]] virtual std::string why_unavailable(Location at) const = 0;
-  /// How many bytes more the limits of the process let values have in page-locked memory, slabs
-  /// that are there included; may stop counting at `wanted`. None: no limit.
-  [[nodiscard]] virtual std::optional<Bytes> lockable_bytes(Bytes wanted) const = 0;
+  /// How many bytes more page-locked memory can take: in slabs that are there, and in what the
+  /// limits of the process let be locked; may stop counting where `wanted` is served. None: no
+  /// limit.
+  [[nodiscard]] virtual std::optional<SpareBytes> lockable_bytes(const Growth& wanted) const = 0;
   /// What a packed value takes there. Pure query.
   [[nodiscard]] virtual Bytes occupied_bytes(const TensorLayout& layout, Location at) const = 0;
 

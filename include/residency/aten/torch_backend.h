@@ -56,7 +56,8 @@ class RESIDENCY_API TorchBackend final : public Backend {
   [[nodiscard]] std::optional<SegmentBytes> predict_segments(
       Location location, std::span<const MemoryStep> steps) const override;
 
-  [[nodiscard]] std::optional<Bytes> spare_bytes(Location location, Bytes wanted) override;
+  [[nodiscard]] std::optional<SpareBytes> spare_bytes(Location location,
+                                                      const Growth& wanted) override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request) override;
   [[nodiscard]] std::exception_ptr copy_all(std::span<const CopyRequest> requests,
                                             std::vector<CopyResult>& results) override;

@@ -112,6 +112,18 @@ struct SegmentBytes {
   friend bool operator==(const SegmentBytes&, const SegmentBytes&) = default;
 };
 
+/// What a location is to hold more of.
+struct Growth {
+  Bytes values{};
+  Bytes staging{};  ///< buffers that staged copies go through
+};
+
+/// What a location can take more.
+struct SpareBytes {
+  Bytes in_segments{};  ///< free in what was taken from the system already: for values alone
+  Bytes in_system{};    ///< for values and buffers
+};
+
 struct CopyResult {
   /// The new block (or `overwrite`).
   BlockPtr block;
@@ -166,9 +178,10 @@ class RESIDENCY_API Backend {
       Location location, std::span<const MemoryStep> steps) const;
 
   /// How many bytes more the location can take now, as far as the system has limits that are known
-  /// beforehand; may stop counting at `wanted`. None: not known. Called when a plan makes the
-  /// location hold more, without any lock held; may read files.
-  [[nodiscard]] virtual std::optional<Bytes> spare_bytes(Location location, Bytes wanted);
+  /// beforehand; may stop counting where `wanted` is served. None: not known. Called when a plan
+  /// makes the location hold more, without any lock held; may read files.
+  [[nodiscard]] virtual std::optional<SpareBytes> spare_bytes(Location location,
+                                                              const Growth& wanted);
 
   /// Enqueues a copy into a new block at `request.to` (or into `request.overwrite`), ordered behind
   /// the fences of the request by the device or a worker: on asynchronous paths the host does not
