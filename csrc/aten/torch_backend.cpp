@@ -19,6 +19,7 @@
 #include "csrc/aten/profiler_range.h"
 #include "csrc/aten/storage_cursor.h"
 #include "csrc/aten/transfer_worker.h"
+#include "csrc/core/fork.h"
 #include "residency/aten/tensor_block.h"
 #include "residency/core/errors.h"
 #include "residency/core/options.h"
@@ -210,6 +211,7 @@ bool engine_is_blocking(FileEngine engine) {
 
 struct TorchBackend::State {
   TorchBackendOptions options;
+  const std::uint64_t generation = fork_generation();
   bool opened = false;
   bool closed = false;
   // Fixed between open and close.
@@ -224,9 +226,9 @@ struct TorchBackend::State {
   struct Retirement {
     std::mutex mutex;
     std::vector<Retiring> blocks;
-    // Lets the many calls with nothing retiring pass without the mutex, which a forked child may
-    // find locked for ever.
+    // Lets the many calls with nothing retiring pass without the mutex.
     std::atomic<bool> any{false};
+    const std::uint64_t generation = fork_generation();
 
     void add(Retiring entry) {
       const std::lock_guard lock(mutex);
@@ -235,7 +237,7 @@ struct TorchBackend::State {
     }
     // Blocks die outside the mutex.
     void free_completed() {
-      if (!any.load(std::memory_order_acquire)) {
+      if (!any.load(std::memory_order_acquire) || generation != fork_generation()) {
         return;
       }
       std::vector<Retiring> dead;
@@ -276,6 +278,8 @@ struct TorchBackend::State {
   /// The same ahead of need, until somebody waits for it: then the worker of that kind takes it.
   FencePtr start_ahead(TransferWorker::Kind when_needed, Transfer transfer);
 
+  /// In a forked child, where the threads that held its mutexes and those that copy do not exist.
+  [[nodiscard]] bool is_orphan() const noexcept { return generation != fork_generation(); }
   [[nodiscard]] DeviceLayer& devices() const noexcept { return *options.devices; }
   /// The block to overwrite, if it can be.
   [[nodiscard]] static std::shared_ptr<TensorBlock> overwritten(const CopyRequest& request,
@@ -466,6 +470,9 @@ TorchBackend::TorchBackend(TorchBackendOptions options) : state_(std::make_uniqu
 
 TorchBackend::~TorchBackend() {
   close(/*wait=*/false);
+  if (state_->is_orphan()) {
+    (void)state_.release();  // a thread of the parent may have been in the middle of changing it
+  }
 }
 
 void TorchBackend::open(ManagerId manager, const ManagerOptions& options) {
@@ -485,23 +492,27 @@ void TorchBackend::close(bool wait) noexcept {
   if (std::exchange(state_->closed, true)) {
     return;
   }
-  const bool in_child = std::any_of(state_->disks.begin(), state_->disks.end(),
-                                    [](const auto& disk) { return !disk->is_ours(); });
-  if (!in_child) {
-    if (wait) {
-      state_->transfers->wait_until_idle();
-      for (const auto& retiring : state_->retirement->take_all()) {
-        wait_all(retiring.after);
-      }
-    } else {
-      state_->transfers->abandon();
+  const bool in_child = state_->is_orphan();
+  if (wait && !in_child) {
+    state_->transfers->wait_until_idle();
+    for (const auto& retiring : state_->retirement->take_all()) {
+      wait_all(retiring.after);
     }
+  } else if (!in_child) {
+    state_->transfers->abandon();
   }
-  auto workers = std::exchange(state_->workers, {});
   if (wait) {
     for (const auto& disk : state_->disks) {
       disk->remove();
     }
+  }
+  // Without waiting, what is still in flight removes its directory when it ends.
+  state_->disks.clear();
+  if (in_child) {
+    return;  // the rest is the parent's
+  }
+  auto workers = std::exchange(state_->workers, {});
+  if (wait) {
     for (auto& worker : workers) {
       TransferWorker::release_and_join(std::move(worker));
     }
@@ -509,8 +520,6 @@ void TorchBackend::close(bool wait) noexcept {
       state_->devices().trim();
     }
   }
-  // Without waiting, what is still in flight removes its directory when it ends.
-  state_->disks.clear();
 }
 
 std::string TorchBackend::why_unavailable(Location location) const {
@@ -592,6 +601,11 @@ std::optional<SpareBytes> TorchBackend::spare_bytes(Location location, const Gro
 
 CopyResult TorchBackend::copy(const CopyRequest& request) {
   const ProfilerRange range(request.from, request.to);
+  if (state_->is_orphan()) {
+    throw ForkError(
+        "this process was forked from the one that made the manager; the threads and devices that "
+        "copy exist only in the parent");
+  }
   state_->retirement->free_completed();
   check_available(request.to);
   const auto from_memory = as<TensorBlock>(request.source);
@@ -751,11 +765,17 @@ BlockPtr TorchBackend::reconstruct(Source& source, const ValueSpec& spec, Locati
 }
 
 void TorchBackend::release(BlockPtr block, std::vector<FencePtr> after) noexcept {
+  const bool on_devices = block != nullptr && is_device_tier(block->location());
   try {
+    if (state_->is_orphan()) {
+      if (on_devices) {
+        new BlockPtr(std::move(block));  // only its parent can free it
+      }
+      return;
+    }
     state_->retirement->free_completed();
     if (const auto* tensors = as<TensorBlock>(block.get());
-        tensors != nullptr && is_device_tier(tensors->location()) &&
-        state_->options.devices != nullptr &&
+        tensors != nullptr && on_devices && state_->options.devices != nullptr &&
         state_->devices().end_use(*tensors,
                                   {.last_uses = after, .used_by_others = tensors->is_shared()})) {
       return;
@@ -831,7 +851,21 @@ FencePtr TorchBackend::record_use(const Stream& stream) {
              : Backend::record_use(stream);
 }
 
+DeviceLayer::DeviceLayer() : generation_(fork_generation()) {}
+
 DeviceLayer::~DeviceLayer() = default;
+
+bool DeviceLayer::is_orphan() const noexcept {
+  return generation_ != fork_generation();
+}
+
+void DeviceLayer::refuse_in_forked_child() const {
+  if (is_orphan()) {
+    throw ForkError(
+        "this process was forked from the one that made the layer; devices and page-locked memory "
+        "exist only in the parent (start processes with spawn)");
+  }
+}
 
 bool io_uring_is_usable() noexcept {
   return ring_is_usable();

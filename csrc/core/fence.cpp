@@ -6,20 +6,25 @@ namespace residency {
 
 Fence::~Fence() = default;
 
+// What is said of the end is fixed before the status, and read without the mutex: in a forked child
+// the thread that ends the work may have held it.
+
 void Fence::wait() {
+  if (status_.load(std::memory_order_acquire) != FenceStatus::kPending) {
+    return;
+  }
   std::unique_lock lock(mutex_);
   changed_.wait(lock,
                 [&] { return status_.load(std::memory_order_acquire) != FenceStatus::kPending; });
 }
 
 std::optional<std::int64_t> Fence::elapsed_ns() const {
-  const std::lock_guard lock(mutex_);
-  return elapsed_ns_ < 0 ? std::nullopt : std::optional(elapsed_ns_);
+  const bool ended = status_.load(std::memory_order_acquire) != FenceStatus::kPending;
+  return ended && elapsed_ns_ >= 0 ? std::optional(elapsed_ns_) : std::nullopt;
 }
 
 std::exception_ptr Fence::error() const {
-  const std::lock_guard lock(mutex_);
-  return error_;
+  return status_.load(std::memory_order_acquire) == FenceStatus::kFailed ? error_ : nullptr;
 }
 
 void Fence::complete(std::int64_t elapsed_ns) {
@@ -48,6 +53,9 @@ void Fence::retain_until_success(std::shared_ptr<Block> block) {
 }
 
 std::shared_ptr<Block> Fence::take_retained() {
+  if (status_.load(std::memory_order_acquire) == FenceStatus::kDone) {
+    return nullptr;
+  }
   const std::lock_guard lock(mutex_);
   return std::move(retained_);
 }

@@ -289,7 +289,9 @@ class CudaLayer final : public DeviceLayer {
   [[nodiscard]] Bytes staging_bytes() const override { return Staging::kRingBytes; }
   [[nodiscard]] Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) override;
   void check_may_free(Location at) const override {
-    refuse_while_caller_captures(at, "nothing is freed");
+    if (!is_orphan()) {
+      refuse_while_caller_captures(at, "nothing is freed");
+    }
   }
   [[nodiscard]] bool end_use(const TensorBlock& block, const LastUses& uses) override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request, const TensorBlock& source,
@@ -370,11 +372,15 @@ std::shared_ptr<RangeMemory> CudaLayer::make_memory(Location at) {
 }
 
 SegmentBytes CudaLayer::predict_segments(Location at, std::span<const MemoryStep> steps) const {
+  if (is_orphan()) {
+    return {};
+  }
   const auto memory = find_memory(at);
   return (memory != nullptr ? memory : make_memory(at))->predict(steps);
 }
 
 DeviceLayer::Room CudaLayer::allocate(std::shared_ptr<const TensorLayout> layout, Location at) {
+  refuse_in_forked_child();
   refuse_while_caller_captures(at, "no memory is taken");
   return take_room(std::move(layout), at);
 }
@@ -489,10 +495,12 @@ bool CudaLayer::copy_staged(const TensorBlock& on_device, bool to_device, const 
 }
 
 Stream CudaLayer::current_stream(Location device) const {
+  refuse_in_forked_child();
   return {device, c10::cuda::getCurrentCUDAStream(index_of(device)).id()};
 }
 
 FencePtr CudaLayer::record_use(const Stream& stream) {
+  refuse_in_forked_child();
   const cudaStream_t handle = handle_of(stream);
   const c10::cuda::CUDAGuard guard(index_of(stream.device));
   try {
@@ -510,6 +518,7 @@ void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {
   if (fence == nullptr || fence->poll() == FenceStatus::kDone) {
     return;
   }
+  refuse_in_forked_child();
   const cudaStream_t handle = handle_of(stream);
   const c10::cuda::CUDAGuard guard(index_of(stream.device));
   refuse_while_capturing(handle, stream.device, "what is not ready cannot be waited for");
@@ -518,12 +527,15 @@ void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {
 }
 
 DeviceLayer::Usage CudaLayer::usage(Location at) const {
-  const auto memory = find_memory(at);
+  const auto memory = is_orphan() ? nullptr : find_memory(at);
   return memory != nullptr ? memory->usage() : Usage{};
 }
 
 std::vector<std::shared_ptr<RangeMemory>> CudaLayer::all_memory() const {
   std::vector<std::shared_ptr<RangeMemory>> found;
+  if (is_orphan()) {
+    return found;
+  }
   const std::lock_guard lock(mutex_);
   std::copy_if(memories_.begin(), memories_.end(), std::back_inserter(found),
                [](const auto& memory) { return memory != nullptr; });
@@ -537,6 +549,9 @@ void CudaLayer::reset_peaks() {
 }
 
 void CudaLayer::trim() noexcept {
+  if (is_orphan()) {
+    return;
+  }
   for (const auto& memory : all_memory()) {
     memory->trim();
   }

@@ -50,7 +50,8 @@ class SegmentSource {
 ///
 /// Which addresses a sequence of calls gets depends on the calls alone and never on what the device
 /// has finished. Thread-safe; ranges may be freed by any thread at any time (by the destructor of a
-/// tensor), and keep the arena alive.
+/// tensor), and keep the arena alive. In a forked child, where the mutex may be held for ever, only
+/// what destroys and `trim` may be called: they leave the parent's memory alone.
 class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
  public:
   RangeMemory(std::unique_ptr<SegmentSource> source, Bytes alignment);

@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -13,6 +14,8 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "residency/aten/manager.h"
 #include "residency/aten/tensor_source.h"
@@ -983,6 +986,81 @@ TEST_F(DeviceTier, WriteLeaseMakesTheOthersStaleAndTheyAreRefreshedInPlace) {
   manager_->ensure(handle, kPinned);
   EXPECT_EQ(byte_of(handle, kPinned), 9);
   EXPECT_EQ(byte_of(handle, kDevice), 9);
+}
+
+// Nothing of CUDA exists in a child, and whoever held a mutex of the layer neither.
+TEST_F(DeviceTier, ForkWhileOtherThreadsTakeAndGiveBackMemoryLeavesAChildThatEnds) {
+  TensorResident fields({{"x", at::empty({1000}, at::kByte)}});
+  const std::shared_ptr<const TensorLayout> layout = fields.layout();
+  const Handle shared = value(kMiB, 1);
+  manager_->ensure(shared, kPinned).wait();
+  manager_->ensure(shared, kDevice).wait();
+  const Handle adopted = adopt(*manager_, TensorResident({{"x", on_device(kMiB)}}));
+  Lease lease = manager_->acquire(one(shared), kDevice);
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> busy;
+  for (const Location at : {kPinned, kDevice}) {
+    busy.emplace_back([&, at] {
+      while (!stop) {
+        (void)layer_->allocate(layout, at);
+      }
+    });
+  }
+  busy.emplace_back([&] {
+    const Handle mine = value(kMiB, 2);
+    while (!stop) {
+      for (const Location to : {kDevice, kHost, kPinned, kDevice, kPinned}) {
+        manager_->move(mine, to);
+      }
+    }
+  });
+  busy.emplace_back([&] {
+    while (!stop) {
+      (void)on_device(kMiB);
+    }
+  });
+  const auto in_child = [&] {
+    for (const Location at : {kPinned, kDevice, kOther}) {
+      EXPECT_EQ(layer_->usage(at).live, Bytes());
+    }
+    layer_->reset_peaks();
+    (void)manager_->snapshot();
+    (void)manager_->trace();
+    EXPECT_FALSE(manager_->explain(std::vector<ResidencyAction>{EnsureResident{shared, kOther}})
+                     .actions.empty());
+    EXPECT_THROW(manager_->ensure(shared, kOther), ForkError);
+    EXPECT_THROW(manager_->move(adopted, kPinned), ForkError);
+    EXPECT_THROW(manager_->move(adopted, kHost), ForkError);
+    EXPECT_THROW((void)manager_->acquire(one(adopted), kDevice), ForkError);
+    manager_->drop(shared, kPinned);
+    manager_->discard(adopted);
+    manager_->close({.force = true});
+    lease.release();
+    manager_.reset();
+    layer_->trim();
+    layer_.reset();
+  };
+  for (int i = 0; i < 60 && !HasFailure(); ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(20);  // a hang ends the child, not the test run
+      try {
+        in_child();
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << error.what();
+      }
+      std::fflush(nullptr);
+      ::_exit(HasFailure() ? 1 : 0);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "child " << i << ": " << status;
+  }
+  stop = true;
+  for (std::thread& thread : busy) {
+    thread.join();
+  }
+  lease.release();
 }
 
 TEST_F(DeviceTier, TakenDeviceMemoryIsTheCallersUntilItDies) {

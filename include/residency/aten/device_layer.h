@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -24,10 +25,15 @@ namespace residency {
 /// were, and none waits on the host for the device unless it says so.
 class RESIDENCY_API DeviceLayer {
  public:
-  DeviceLayer() = default;
+  DeviceLayer();
   DeviceLayer(const DeviceLayer&) = delete;
   DeviceLayer& operator=(const DeviceLayer&) = delete;
   virtual ~DeviceLayer();
+
+  /// In a forked child of the process that made it, where devices do not exist and threads that
+  /// held the layer's mutexes neither. What is asked there gets the answer of a layer with nothing
+  /// in it, what is given up is left alone, and all else throws `ForkError`; nothing waits.
+  [[nodiscard]] bool is_orphan() const noexcept;
 
   /// Empty when the location exists here; otherwise why not. Pure query.
   [[nodiscard]] virtual std::string why_unavailable(Location at) const = 0;
@@ -120,6 +126,12 @@ class RESIDENCY_API DeviceLayer {
   virtual void reset_peaks() = 0;
   /// Gives memory that holds nothing back to the system; waits for its last uses.
   virtual void trim() noexcept = 0;
+
+ protected:
+  void refuse_in_forked_child() const;
+
+ private:
+  const std::uint64_t generation_;
 };
 
 }  // namespace residency
