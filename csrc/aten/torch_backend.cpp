@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <exception>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string_view>
@@ -259,6 +260,9 @@ struct TorchBackend::State {
 
   std::mutex worker_mutex;
   std::array<std::shared_ptr<TransferWorker>, TransferWorker::kNumKinds> workers;
+  // By device: the manager books the buffers of its staged copies until it closes.
+  std::mutex staging_mutex;
+  std::map<Location, std::shared_ptr<void>> staging;
 
   [[nodiscard]] FileTier* find_disk(Location location) const noexcept {
     for (const auto& disk : disks) {
@@ -288,6 +292,8 @@ struct TorchBackend::State {
   [[nodiscard]] DeviceLayer::Room room_for(const CopyRequest& request,
                                            const std::shared_ptr<const TensorLayout>& layout);
   CopyResult copy_on_stream(const CopyRequest& request, const TensorBlock& source);
+  /// Before a copy that may go through the buffers of a device.
+  void hold_staging(const CopyRequest& request);
   /// Has a copy ahead of need enqueued little by little.
   void pace(const FencePtr& copy) noexcept;
   /// A complete copy at the same location. Waits on the host.
@@ -432,6 +438,17 @@ CopyResult TorchBackend::State::copy_on_stream(const CopyRequest& request,
   return result;
 }
 
+void TorchBackend::State::hold_staging(const CopyRequest& request) {
+  const Location device = request.to.is_cuda() ? request.to : request.from;
+  if (!device.is_cuda()) {
+    return;
+  }
+  const std::lock_guard lock(staging_mutex);
+  if (std::shared_ptr<void>& held = staging[device]; held == nullptr) {
+    held = devices().hold_staging(device);
+  }
+}
+
 void TorchBackend::State::pace(const FencePtr& copy) noexcept {
   try {
     (void)start(TransferWorker::Kind::kPace, [copy, devices = options.devices](const Terms& terms) {
@@ -516,6 +533,7 @@ void TorchBackend::close(bool wait) noexcept {
     for (auto& worker : workers) {
       TransferWorker::release_and_join(std::move(worker));
     }
+    state_->staging.clear();
     if (state_->options.devices != nullptr) {
       state_->devices().trim();
     }
@@ -645,6 +663,7 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
       from_memory != nullptr ? from_memory->tensor_layout() : from_file->tensor_layout();
   std::vector<FencePtr> after = request.overwrite_after;
   after.push_back(request.source_ready);
+  state_->hold_staging(request);
   const bool touches_file = to_disk != nullptr || from_file != nullptr;
   const auto kind = touches_file ? TransferWorker::Kind::kDisk : TransferWorker::Kind::kStaging;
   const auto start = [&](State::Transfer transfer) {

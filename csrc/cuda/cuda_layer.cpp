@@ -287,6 +287,10 @@ class CudaLayer final : public DeviceLayer {
   [[nodiscard]] SegmentBytes predict_segments(Location at,
                                               std::span<const MemoryStep> steps) const override;
   [[nodiscard]] Bytes staging_bytes() const override { return Staging::kRingBytes; }
+  [[nodiscard]] std::shared_ptr<void> hold_staging(Location device) override {
+    refuse_in_forked_child();
+    return staging_of(device);
+  }
   [[nodiscard]] Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) override;
   void check_may_free(Location at) const override {
     if (!is_orphan()) {
@@ -315,12 +319,13 @@ class CudaLayer final : public DeviceLayer {
   [[nodiscard]] std::shared_ptr<RangeMemory> memory_at(Location at);
   [[nodiscard]] std::shared_ptr<RangeMemory> find_memory(Location at) const;
   [[nodiscard]] std::vector<std::shared_ptr<RangeMemory>> all_memory() const;
+  [[nodiscard]] std::shared_ptr<Staging> staging_of(Location device);
   static std::size_t slot_of(Location at) {
     return at.is_cuda() ? 1 + static_cast<std::size_t>(at.cuda_index()) : 0;
   }
 
-  std::array<Staging, kMaxDevices> staging_;  // of each device
   mutable std::mutex mutex_;
+  std::array<std::shared_ptr<Staging>, kMaxDevices> staging_;  // of each device
   std::array<std::shared_ptr<RangeMemory>, 1 + kMaxDevices>
       memories_;  // page-locked, then by device
 };
@@ -362,6 +367,15 @@ std::shared_ptr<RangeMemory> CudaLayer::memory_at(Location at) {
     memory = make_memory(at);
   }
   return memory;
+}
+
+std::shared_ptr<Staging> CudaLayer::staging_of(Location device) {
+  const std::lock_guard lock(mutex_);
+  std::shared_ptr<Staging>& staging = staging_.at(static_cast<std::size_t>(device.cuda_index()));
+  if (staging == nullptr) {
+    staging = std::make_shared<Staging>();
+  }
+  return staging;
 }
 
 std::shared_ptr<RangeMemory> CudaLayer::make_memory(Location at) {
@@ -486,8 +500,7 @@ bool CudaLayer::copy_staged(const TensorBlock& on_device, bool to_device, const 
   const bool in_chunks = direction.gives_way || host.is_slow;
   const std::vector<iovec> chunk =
       next_of(runs, done, in_chunks ? kStagedChunkBytes : total_of(runs));
-  if (!staging_.at(static_cast<std::size_t>(device.cuda_index()))
-           .copy(chunk, host.transfer, direction, signals.abandon)) {
+  if (!staging_of(device)->copy(chunk, host.transfer, direction, signals.abandon)) {
     return false;
   }
   done += total_of(chunk);
@@ -555,8 +568,12 @@ void CudaLayer::trim() noexcept {
   for (const auto& memory : all_memory()) {
     memory->trim();
   }
-  for (Staging& staging : staging_) {
-    staging.trim();
+  for (std::shared_ptr<Staging>& each : staging_) {
+    std::shared_ptr<Staging> unheld;  // dies after the lock
+    const std::lock_guard lock(mutex_);
+    if (each.use_count() == 1) {  // under the mutex it becomes no more
+      unheld = std::move(each);
+    }
   }
 }
 

@@ -95,13 +95,8 @@ class SlotEvents {
 }  // namespace
 
 Staging::~Staging() {
-  trim();
-}
-
-void Staging::trim() noexcept {
-  const std::lock_guard lock(mutex_);
-  if (ring_ != nullptr) {
-    segments_.give_back(std::exchange(ring_, nullptr), kRingBytes, {});
+  if (ring_ != nullptr && generation_ == fork_generation()) {
+    segments_.give_back(ring_, kRingBytes, {});
   }
 }
 

@@ -12,6 +12,7 @@
 #include <cuda_runtime_api.h>
 #include <sys/uio.h>
 
+#include "csrc/core/fork.h"
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/page_locked_segments.h"
 #include "residency/core/bytes.h"
@@ -49,7 +50,8 @@ class FairMutex {
 };
 
 /// A ring of page-locked buffers through which one device exchanges bytes with pageable memory and
-/// files: while the device copies one, the host fills the next. Its users wait for each other.
+/// files: while the device copies one, the host fills the next. Its users wait for each other. Made
+/// by the first copy.
 class Staging {
  public:
   static constexpr std::size_t kNumSlots = 4;
@@ -79,13 +81,12 @@ class Staging {
   /// abandoned.
   [[nodiscard]] bool copy(const std::vector<iovec>& runs, const HostEnd& host,
                           const Direction& direction, const std::atomic<bool>& abandon);
-  /// Gives the buffers back, to be made again when needed.
-  void trim() noexcept;
 
  private:
   std::atomic<int> num_needed_now_{0};  // copies that do not give way
   FairMutex mutex_;
   PageLockedSegments segments_;
+  const std::uint64_t generation_ = fork_generation();
   std::byte* ring_ = nullptr;
 };
 

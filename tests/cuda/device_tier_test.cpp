@@ -914,6 +914,27 @@ TEST_F(DeviceTier, NothingIsLeftOfManagersThatHaveClosed) {
   }
 }
 
+TEST_F(DeviceTier, BuffersForStagingStayUntilTheLastManagerThatBooksThemHasClosed) {
+  if (!simulated()) {
+    GTEST_SKIP() << "only the simulated runtime counts";
+  }
+  const std::uint64_t locked = simcuda_pinned_bytes();
+  const std::uint64_t ring = static_cast<std::uint64_t>(layer_->staging_bytes().count());
+  const auto other = make(layer_);
+  const Handle mine = value(kMiB, 1);
+  const Handle theirs = testing::value(*other, kMiB, 2, Mutability::kImmutable);
+  manager_->ensure(mine, kDevice).wait();
+  other->ensure(theirs, kDevice).wait();
+  manager_->ensure(mine, kOther).wait();  // booked by this one alone
+  EXPECT_EQ(simcuda_pinned_bytes(), locked + 2 * ring);
+  manager_->close();
+  EXPECT_EQ(simcuda_pinned_bytes(), locked + ring);
+  EXPECT_EQ(other->snapshot().find(kPinned)->reserved, layer_->staging_bytes());
+  EXPECT_EQ(testing::byte_of(*other, theirs, kDevice), 2);
+  other->close();
+  EXPECT_EQ(simcuda_pinned_bytes(), locked);
+}
+
 TEST_F(DeviceTier, EmptySegmentIsOnesThatOthersCanHave) {
   const Handle handle = value(64 * kMiB, 3);
   manager_->ensure(handle, kPinned).wait();

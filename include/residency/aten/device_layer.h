@@ -49,6 +49,8 @@ class RESIDENCY_API DeviceLayer {
                                                       std::span<const MemoryStep> steps) const = 0;
   /// Page-locked memory that the staged copies of a device share. Pure query.
   [[nodiscard]] virtual Bytes staging_bytes() const = 0;
+  /// While it is held, that memory of a device stays from when a copy first needs it.
+  [[nodiscard]] virtual std::shared_ptr<void> hold_staging(Location device) = 0;
 
   struct Room {
     std::shared_ptr<TensorBlock> block;
@@ -124,7 +126,8 @@ class RESIDENCY_API DeviceLayer {
   [[nodiscard]] virtual Usage usage(Location at) const = 0;
   /// Sets every location's peak to what is in use now.
   virtual void reset_peaks() = 0;
-  /// Gives memory that holds nothing back to the system; waits for its last uses.
+  /// Gives segments that hold nothing, and memory for staging that nobody holds, back to the
+  /// system; waits for their last uses.
   virtual void trim() noexcept = 0;
 
  protected:
