@@ -736,7 +736,7 @@ std::exception_ptr TorchBackend::copy_all(std::span<const CopyRequest> requests,
         return goes_on_stream(request.from, request.to) &&
                as<TensorBlock>(request.source.get()) != nullptr;
       });
-  if (requests.empty() || !on_stream) {
+  if (requests.empty() || !on_stream || state_->is_orphan()) {
     return Backend::copy_all(requests, results);
   }
   const ProfilerRange range(requests.front().from, requests.front().to);

@@ -100,8 +100,7 @@ World::Limits ManagerState::limits_of_growth(Lock& lock, const World& world) {
   for (const Account& account : world.touched()) {
     const Account* now = ledger_.find(account.location);
     const Growth from = now != nullptr ? Growth{now->used + now->retiring, now->staging} : Growth();
-    const Bytes used = now != nullptr ? now->used : Bytes();
-    const Growth by{account.peak_used - used, account.staging - from.staging};
+    const Growth by{account.peak_held - from.values, account.staging - from.staging};
     if (by.values + by.staging > Bytes()) {
       growing.push_back({account.location, from, by});
     }

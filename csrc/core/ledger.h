@@ -32,6 +32,7 @@ struct Account {
   Bytes escaped{};                     ///< part of used: given up, but others keep the memory alive
   Bytes peak_used{};
   Bytes peak_charged{};  ///< of used + reserved
+  Bytes peak_held{};     ///< of used + retiring: what memory was there for
   /// Of a device: staged copies that were admitted and have not failed at once. From the first on
   /// its buffers are among those at pinned-host.
   std::uint64_t num_staged = 0;
@@ -40,6 +41,7 @@ struct Account {
   void note_peaks() {
     peak_used = std::max(peak_used, used);
     peak_charged = std::max(peak_charged, used.saturating_add(reserved));
+    peak_held = std::max(peak_held, used.saturating_add(retiring));
   }
   void charge(Bytes bytes) {
     used += bytes;
@@ -68,6 +70,12 @@ struct Account {
   [[nodiscard]] Bytes lacking(const Growth& requested) const noexcept {
     return std::max(over_budget(requested.values + requested.staging), over_limit(requested));
   }
+  /// The same once nothing is retiring any more.
+  [[nodiscard]] Bytes lacking_for_good(const Growth& requested) const noexcept {
+    Account settled = *this;
+    settled.retiring = Bytes();
+    return settled.lacking(requested);
+  }
   [[nodiscard]] Shortfall shortfall(const Growth& growth) const noexcept {
     const Bytes requested = growth.values + growth.staging;
     const Bytes over = over_limit(growth);
@@ -92,7 +100,7 @@ struct Account {
     if (!limit.has_value()) {
       return {};
     }
-    const Wide values = std::max<Wide>(peak_used.count(), held(Bytes(), requested.values)) -
+    const Wide values = std::max<Wide>(peak_held.count(), held(Bytes(), requested.values)) -
                         limit->taken.values.count();
     const Wide buffers =
         Wide(staging.count()) + requested.staging.count() - limit->taken.staging.count();

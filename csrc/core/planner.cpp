@@ -314,13 +314,12 @@ class Plan {
     }
   }
   void admit(const Account& account, const Growth& growth) {
-    const Bytes lacking = account.lacking(growth);
-    if (lacking == Bytes()) {
+    if (account.lacking(growth) == Bytes()) {
       return;
     }
     verdict_.shortfall = account.shortfall(growth);
     verdict_.waits = true;
-    if (lacking > account.retiring) {
+    if (account.lacking_for_good(growth) != Bytes()) {
       refuse(Reason::kOverBudget);
     }
   }

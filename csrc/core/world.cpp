@@ -128,6 +128,7 @@ Account& World::overlaid(Location location) {
   accounts_.push_back(base != nullptr ? *base : Account{.location = location});
   // A prediction starts from the present: earlier peaks are not the plan's.
   accounts_.back().peak_used = accounts_.back().peak_charged = Bytes();
+  accounts_.back().peak_held = Bytes();
   accounts_.back().note_peaks();
   for (const auto& [limited, limit] : limits_) {
     if (limited == location) {

@@ -417,6 +417,7 @@ bool CudaLayer::end_use(const TensorBlock& block, const LastUses& uses) {
 
 CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source,
                            std::shared_ptr<TensorBlock> overwrite) {
+  refuse_in_forked_child();
   const Route route(request.from, request.to);
   Room room = overwrite != nullptr ? Room{std::move(overwrite), request.overwrite_after}
                                    : take_room(source.tensor_layout(), request.to);
@@ -452,6 +453,7 @@ std::exception_ptr CudaLayer::copy_all(std::span<const CopyRequest> requests,
                                        std::vector<CopyResult>& results) {
   std::exception_ptr failure;
   try {
+    refuse_in_forked_child();
     const Route route(requests.front().from, requests.front().to);
     const NvtxRange range(route.label());
     Gathered gathered(route, requests.size(), results);
