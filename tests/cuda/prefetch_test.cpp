@@ -120,7 +120,17 @@ class Prefetch : public DeviceTier {
   void need(const CopyResult& copy, const c10::cuda::CUDAStream& consumer) {
     layer_->wait(named(consumer), copy.ready);
   }
-  static constexpr int kNumInChain = 20'000;
+  /// Has calls fail for as long as they are tried.
+  static void expect_failure_behind_what_is_enqueued(const CopyResult& copy,
+                                                     const char* entry_point) {
+    EXPECT_EQ(simcuda_fail(entry_point, 0, 1'000'000'000, cudaErrorInvalidValue), 0);
+    EXPECT_LT(simcuda_now(), simcuda_device_end(0));
+    copy.ready->wait();
+    EXPECT_EQ(simcuda_fail(entry_point, 0, 0, 0), 0);
+    EXPECT_EQ(copy.ready->poll(), FenceStatus::kFailed);
+    EXPECT_GE(simcuda_now(), simcuda_device_end(0)) << entry_point;
+  }
+  static constexpr int kNumInChain = 200'000;
   /// Copies ahead of need into the same memory, each behind the one before, the first behind
   /// `after`.
   std::vector<CopyResult> chain(const TensorBlock& source,
@@ -501,14 +511,12 @@ TEST_F(Prefetch, GoesOnByItselfOnceAFaultIsOver) {
 TEST_F(Prefetch, FailureIsToldBehindTheChunksThatAreInFlight) {
   const auto source = block(4 * kChunk, kPinned);
   slow_down();
-  const CopyResult fails = copy(*source, kDevice, /*ahead_of_need=*/true);
-  EXPECT_FALSE(layer_->pace(*fails.ready, /*at_once=*/false));
-  EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 1'000'000'000, cudaErrorInvalidValue), 0);
-  EXPECT_LT(simcuda_now(), simcuda_device_end(0));
-  fails.ready->wait();
-  EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 0, 0), 0);
-  EXPECT_EQ(fails.ready->poll(), FenceStatus::kFailed);
-  EXPECT_GE(simcuda_now(), simcuda_device_end(0));
+  for (const char* entry_point : {"cudaMemcpyAsync", "cudaStreamWaitEvent"}) {
+    const CopyResult fails = copy(*source, kDevice, /*ahead_of_need=*/true);
+    EXPECT_FALSE(layer_->pace(*fails.ready, /*at_once=*/false));
+    expect_failure_behind_what_is_enqueued(fails, entry_point);
+    EXPECT_TRUE(layer_->pace(*fails.ready, /*at_once=*/false));
+  }
 }
 
 // Or its memory would be used again under whoever still uses it.
@@ -517,17 +525,14 @@ TEST_F(Prefetch, FailureIsToldBehindWhatItComesAfter) {
   const at::Tensor result = on_device(kMiB);
   const auto source = block(kMiB, kPinned);
   slow_down();
-  ASSERT_EQ(cudaMemcpyAsync(result.mutable_data_ptr(), source->pack_data(), kMiB, cudaMemcpyDefault,
-                            consumer),
-            cudaSuccess);
-  const CopyResult fails =
-      copy(*source, kDevice, /*ahead_of_need=*/true, layer_->record_use(named(consumer)));
-  EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 1'000'000'000, cudaErrorInvalidValue), 0);
-  EXPECT_LT(simcuda_now(), simcuda_device_end(0));
-  fails.ready->wait();
-  EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 0, 0), 0);
-  EXPECT_EQ(fails.ready->poll(), FenceStatus::kFailed);
-  EXPECT_GE(simcuda_now(), simcuda_device_end(0));
+  for (const char* entry_point : {"cudaMemcpyAsync", "cudaStreamWaitEvent"}) {
+    ASSERT_EQ(cudaMemcpyAsync(result.mutable_data_ptr(), source->pack_data(), kMiB,
+                              cudaMemcpyDefault, consumer),
+              cudaSuccess);
+    const CopyResult fails =
+        copy(*source, kDevice, /*ahead_of_need=*/true, layer_->record_use(named(consumer)));
+    expect_failure_behind_what_is_enqueued(fails, entry_point);
+  }
 }
 
 TEST_F(Prefetch, BringsValuesInTheirOrder) {
