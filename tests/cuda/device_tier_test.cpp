@@ -432,6 +432,34 @@ TEST_F(DeviceTier, SmallMovesOfOneExecuteAreEnqueuedTogether) {
   }
 }
 
+TEST_F(DeviceTier, CopiesOfOneExecuteThatNeedNotWaitAreNotBehindOneThatDoes) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  const Handle small = value(4096, 1);
+  const Handle large = value(3 * 4096, 2);
+  for (const Handle& handle : {small, large}) {
+    manager_->move(handle, kPinned).wait();
+    manager_->move(handle, kDevice).wait();
+  }
+  Gate gate(producer);
+  const Handle late = adopt(*manager_, TensorResident({{"x", on_device(4096)}}),
+                            {.mode = ReplicaMode::kReplicable, .stream = named(producer)});
+  const PlanReport report = manager_->execute(
+      std::vector<ResidencyAction>{EnsureResident{small, kPinned}, EnsureResident{large, kPinned},
+                                   EnsureResident{late, kPinned}});
+  EXPECT_EQ(byte_of(small, kPinned), 1);  // waits for it
+  EXPECT_EQ(byte_of(large, kPinned), 2);
+  EXPECT_FALSE(report[2].device_elapsed_ns.has_value());
+  if (simulated()) {
+    // They shared an event, and its time by their bytes.
+    const std::int64_t of_small = report[0].device_elapsed_ns.value_or(0);
+    EXPECT_GT(of_small, 0);
+    EXPECT_NEAR(static_cast<double>(report[1].device_elapsed_ns.value_or(0)),
+                3.0 * static_cast<double>(of_small), 3.0);
+  }
+  gate.open();
+  report.wait();
+}
+
 // When the device takes none of them nothing has changed, and a second try goes through.
 TEST_F(DeviceTier, CopiesOfOneExecuteThatCannotBeEnqueued) {
   if (!simulated()) {
