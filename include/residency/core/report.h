@@ -39,7 +39,8 @@ struct TransitionRecord {
   std::optional<Location> source;
   std::optional<Location> destination;
   Bytes bytes;
-  std::int64_t host_start_ns = 0;  ///< steady clock
+  /// Steady clock. Copies that a call makes together have the times of all of them.
+  std::int64_t host_start_ns = 0;
   std::int64_t host_end_ns = 0;
   std::optional<std::int64_t> device_elapsed_ns;  ///< once the fence has completed, when known
   std::string plan;     ///< name of the plan or execute call; empty for direct calls
