@@ -751,6 +751,9 @@ std::exception_ptr TorchBackend::copy_all(std::span<const CopyRequest> requests,
   } catch (...) {
     error = std::current_exception();
   }
+  if (num_good == 0) {
+    return error;
+  }
   const std::exception_ptr failed = state_->devices().copy_all(requests.first(num_good), results);
   return failed != nullptr ? failed : error;
 }

@@ -11,6 +11,7 @@ Backend::~Backend() = default;
 
 std::exception_ptr Backend::copy_all(std::span<const CopyRequest> requests,
                                      std::vector<CopyResult>& results) {
+  results.reserve(results.size() + requests.size());  // nothing may fail once one is enqueued
   for (const CopyRequest& request : requests) {
     try {
       results.push_back(copy(request));

@@ -53,9 +53,8 @@ bool ManagerState::join(Together& together, const ResidencyAction& action,
   if (record == nullptr || record->busy || record->has_settled_arrival()) {
     return false;
   }
-  Step& step = together.steps.emplace_back();
-  step.verdict = plan_action(present_, action);
-  const auto may_join = [&](const Verdict& verdict) {
+  const Verdict verdict = plan_action(present_, action);
+  const auto may_join = [&] {
     if (verdict.no_op()) {
       return true;
     }
@@ -70,12 +69,14 @@ bool ManagerState::join(Together& together, const ResidencyAction& action,
            std::ranges::none_of(options.streams,
                                 [&](const Stream& each) { return each.device == copy.to; });
   };
-  if (!may_join(step.verdict)) {
-    together.steps.pop_back();
+  if (!may_join()) {
     return false;
   }
-  step.handle = handle_of(action);
+  Step& step = together.steps.emplace_back();
   step.record = record;
+  record->busy = true;
+  step.verdict = verdict;
+  step.handle = handle_of(action);
   step.entry.action = kind_of(action);
   step.entry.handle = step.handle;
   note_verdict(step);
@@ -84,7 +85,6 @@ bool ManagerState::join(Together& together, const ResidencyAction& action,
     together.from = step.verdict.transitions[0].from;
     together.to = step.verdict.transitions[0].to;
   }
-  record->busy = true;
   return true;
 }
 
@@ -173,20 +173,25 @@ bool ManagerState::copy_together(PlanReport& report, std::span<const ResidencyAc
   const std::int64_t start = now_ns();
   std::vector<Step>& steps = together.steps;
   steps.clear();
-  steps.reserve(kMost);
+  steps.reserve(std::min(kMost, actions.size()));
   together.from.reset();
   Trash trash;
   Lock lock(mutex_);
   check_open();
   settle_oldest(trash);
   const TurnsOf turns(*this, steps);
-  for (std::size_t i = 0; i < std::min(kMost, actions.size()); ++i) {
-    values_.prefetch(actions.subspan(i));
-    if (!join(together, actions[i], options)) {
-      break;
+  try {
+    for (std::size_t i = 0; i < std::min(kMost, actions.size()); ++i) {
+      values_.prefetch(actions.subspan(i));
+      if (!join(together, actions[i], options)) {
+        break;
+      }
+      steps.back().entry.phase = phase;
+      steps.back().entry.host_start_ns = start;
     }
-    steps.back().entry.phase = phase;
-    steps.back().entry.host_start_ns = start;
+  } catch (...) {
+    give_back(lock, steps);
+    throw;
   }
   if (steps.empty()) {
     return false;

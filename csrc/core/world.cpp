@@ -275,6 +275,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
           Residence* target = view.find(each.to);
           target->stale = false;
           target->uncertain = in_flight;
+          target->used_by_worker |= by_worker;
         }
         break;
       }

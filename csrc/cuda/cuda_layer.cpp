@@ -235,11 +235,16 @@ class Gathered {
 
 void Gathered::add(const CopyRequest& request, DeviceLayer::Room room, bool waits) {
   const auto& source = static_cast<const TensorBlock&>(*request.source);
-  const std::size_t num_bytes = add_pieces(source, *room.block, copies_.pieces);
   if (waits) {
     copies_.after.append(room.after.begin(), room.after.end());
     copies_.after.push_back(request.source_ready);
   }
+  Pieces pieces;
+  const std::size_t num_bytes = add_pieces(source, *room.block, pieces);
+  if (blocks_.size() == blocks_.capacity()) {
+    blocks_.reserve(2 * blocks_.size() + 1);
+  }
+  copies_.pieces.append(pieces.begin(), pieces.end());  // all or none: what follows cannot fail
   if (empty()) {
     first_ = &request;
     waits_ = waits;
@@ -454,6 +459,7 @@ std::exception_ptr CudaLayer::copy_all(std::span<const CopyRequest> requests,
   std::exception_ptr failure;
   try {
     refuse_in_forked_child();
+    results.reserve(results.size() + requests.size());  // nothing may fail once one is enqueued
     const Route route(requests.front().from, requests.front().to);
     const NvtxRange range(route.label());
     Gathered gathered(route, requests.size(), results);

@@ -386,6 +386,26 @@ TEST_F(DeviceTier, WhatAThreadStillReadsCountsUntilItIsDone) {
   EXPECT_EQ(byte_of(next, kPinned), 2);
 }
 
+// The thread that refreshes it may still be at it when it is dropped: so explain counts on both.
+TEST_F(DeviceTier, WhatAThreadStillRefreshesIsNoRoomForTheNext) {
+  const Handle written = value(kMiB, 1, Mutability::kMutable);
+  const Handle next = value(kMiB, 2);
+  manager_->ensure(written, kPinned).wait();
+  manager_->acquire(one(written), kHost, {.access = Access::kWrite}).release();
+  const Explanation explanation = manager_->explain(
+      std::vector<ResidencyAction>{EnsureResident{written, kPinned}, DropResident{written, kPinned},
+                                   EnsureResident{next, kPinned}});
+  ASSERT_TRUE(explanation.feasible);
+  EXPECT_EQ(explanation.actions[0].verdict.reason, Reason::kRefreshed);
+  manager_->set_budget(kPinned, Bytes(kMiB));
+  EXPECT_TRUE(manager_
+                  ->explain(std::vector<ResidencyAction>{EnsureResident{written, kPinned},
+                                                         DropResident{written, kPinned},
+                                                         EnsureResident{next, kPinned}})
+                  .actions[2]
+                  .verdict.waits);
+}
+
 TEST_F(DeviceTier, SmallCopiesOfOneExecuteAreEnqueuedTogether) {
   if (!simulated()) {
     GTEST_SKIP() << "only the simulated runtime counts";
@@ -458,6 +478,24 @@ TEST_F(DeviceTier, CopiesOfOneExecuteThatNeedNotWaitAreNotBehindOneThatDoes) {
   }
   gate.open();
   report.wait();
+}
+
+TEST_F(DeviceTier, ExecuteRefusesAValueWhoseMemoryWasExchanged) {
+  const at::Tensor alias = page_locked(4096);
+  const at::Tensor other = page_locked(4096);
+  const Handle handle =
+      adopt(*manager_, TensorResident({{"x", alias}}), {.mode = ReplicaMode::kReplicable});
+  at::DataPtr own =
+      alias.storage().set_data_ptr(at::DataPtr(other.mutable_data_ptr(), c10::Device(c10::kCPU)));
+  try {
+    (void)manager_->execute(std::vector<ResidencyAction>{EnsureResident{handle, kDevice}});
+    ADD_FAILURE();
+  } catch (const PlanExecutionError& error) {
+    EXPECT_THROW(std::rethrow_exception(error.cause), MaterializationError);
+  }
+  alias.storage().set_data_ptr_noswap(std::move(own));
+  manager_->audit();
+  manager_->execute(std::vector<ResidencyAction>{EnsureResident{handle, kDevice}}).wait();
 }
 
 // When the device takes none of them nothing has changed, and a second try goes through.
