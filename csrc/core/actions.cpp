@@ -113,6 +113,7 @@ ActionReport ManagerState::perform_in_turn(Lock& lock, Trash& trash, const Resid
                         to_string(options.stream->device), to_string(owner)));
       }
     }
+    note_verdict(step);
     ActionReport report;
     if (verdict.no_op()) {
       publish_no_op(step, plan, report);

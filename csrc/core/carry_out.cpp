@@ -69,7 +69,7 @@ void ManagerState::charge(Step& step) {
 }
 
 /// Undoes `charge`.
-void ManagerState::take_back(const Step& step) {
+void ManagerState::uncharge(const Step& step) {
   for (const Transition& each : step.transitions()) {
     if (makes(each)) {
       ledger_.account(each.to).used -= each.charge;
@@ -169,7 +169,6 @@ void ManagerState::unmake(Made& made, BlockPtr block) {
 
 ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, Step& step,
                                      const ActionOptions& options, const PlanName& plan) {
-  note_verdict(step);
   charge(step);
   try {
     const Unlocked unlocked(*this, lock);
@@ -180,7 +179,7 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, Step& step,
       check_open();
     }
   } catch (...) {
-    take_back(step);
+    uncharge(step);
     append_failed(step.entry, plan);
     throw;
   }
@@ -317,7 +316,6 @@ void ManagerState::publish(Step& step, Trash& trash, std::vector<Release>& relea
 }
 
 void ManagerState::publish_no_op(Step& step, const PlanName& plan, ActionReport& report) {
-  note_verdict(step);
   step.entry.host_end_ns = step.entry.host_start_ns;
   trace_.append(step.entry, nullptr, plan);
   report.record_ = std::move(step.entry);
@@ -334,7 +332,6 @@ ActionReport ManagerState::carry_out_discard(Lock& lock, Trash& trash, Step& ste
   std::vector<Release> releases;
   std::vector<FencePtr> watches;
   ValueRecord& record = *step.record;
-  note_verdict(step);
   try {
     watches = watch_escapes(lock, record);
   } catch (...) {

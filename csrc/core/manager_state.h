@@ -265,7 +265,6 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
     std::vector<CopyResult> results;
     std::vector<Release> releases;
   };
-  class TurnsOf;
 
   // All of these are called under the mutex. What settles, waits for or changes materializations is
   // in settling.cpp, waiting.cpp and materializations.cpp.
@@ -319,7 +318,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   ActionReport carry_out_discard(Lock& lock, Trash& trash, Step& step, const PlanName& plan);
   static void note_verdict(Step& step);
   void charge(Step& step);
-  void take_back(const Step& step);
+  void uncharge(const Step& step);
   [[nodiscard]] Inputs collect_inputs(const ValueRecord& record, const Verdict& verdict) const;
   [[nodiscard]] BlockPtr reconstruct(const ValueRecord& record, const Handle& handle, Location at);
   [[nodiscard]] static CopyRequest request_of(const Step& step, Inputs inputs,
@@ -375,10 +374,15 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] bool copy_together(PlanReport& report, std::span<const ResidencyAction> actions,
                                    const RunOptions& options, Phase phase, const PlanName& plan,
                                    Together& together, bool pin);
-  [[nodiscard]] bool join(Together& together, const ResidencyAction& action,
+  [[nodiscard]] bool join(Together& together, Turns& turns, const ResidencyAction& action,
                           const RunOptions& options);
+  [[nodiscard]] std::size_t request_all(Together& together, std::exception_ptr& failure) noexcept;
   [[nodiscard]] std::size_t make_together(Together& together, std::exception_ptr& failure) noexcept;
-  void give_back(Lock& lock, std::span<Step> steps);
+  [[nodiscard]] std::size_t publish_together(PlanReport& report, Together& together,
+                                             std::size_t num_made, Trash& trash,
+                                             const PlanName& plan, bool pin,
+                                             std::exception_ptr& failure) noexcept;
+  void undo_unpublished(Lock& lock, std::span<Step> steps);
 
   void run_phase(PlanReport& report, std::span<const ResidencyAction> actions, Phase phase,
                  const PlanName& plan, const RunOptions& options, std::size_t rollback_from);

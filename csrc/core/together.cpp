@@ -27,27 +27,9 @@ std::optional<Stream> stream_for(const ResidencyAction& action, std::span<const 
 
 }  // namespace
 
-/// Ends the turns of all steps. The mutex is held.
-class ManagerState::TurnsOf {
- public:
-  TurnsOf(ManagerState& state, const std::vector<Step>& steps) noexcept
-      : state_(state), steps_(steps) {}
-  TurnsOf(const TurnsOf&) = delete;
-  TurnsOf& operator=(const TurnsOf&) = delete;
-  ~TurnsOf() {
-    for (const Step& step : steps_) {
-      state_.end_turn(*step.record);
-    }
-  }
-
- private:
-  ManagerState& state_;
-  const std::vector<Step>& steps_;
-};
-
 /// Adds the action to those that are carried out together, with the turn of its value and its bytes
 /// charged. False, and nothing has changed, when it has to be carried out by itself.
-bool ManagerState::join(Together& together, const ResidencyAction& action,
+bool ManagerState::join(Together& together, Turns& turns, const ResidencyAction& action,
                         const RunOptions& options) {
   ValueRecord* record = values_.find(handle_of(action)).record;
   if (record == nullptr || record->busy || record->has_settled_arrival()) {
@@ -72,52 +54,51 @@ bool ManagerState::join(Together& together, const ResidencyAction& action,
   if (!may_join()) {
     return false;
   }
+  turns.take_idle(*record);
   Step& step = together.steps.emplace_back();
   step.record = record;
-  record->busy = true;
   step.verdict = verdict;
   step.handle = handle_of(action);
   step.entry.action = kind_of(action);
   step.entry.handle = step.handle;
   note_verdict(step);
-  if (!step.verdict.no_op()) {
+  if (!verdict.no_op()) {
     charge(step);
-    together.from = step.verdict.transitions[0].from;
-    together.to = step.verdict.transitions[0].to;
+    together.from = verdict.transitions[0].from;
+    together.to = verdict.transitions[0].to;
   }
   return true;
 }
 
-/// Runs in the open, and throws nothing. Returns how many of the steps went well, from the first
-/// on; of the others nothing is left.
-std::size_t ManagerState::make_together(Together& together, std::exception_ptr& failure) noexcept {
+/// What the steps ask of the backend; up to the first of which the source may not be given up now.
+/// Returns the number of that one, with why in `failure`; otherwise how many there are.
+std::size_t ManagerState::request_all(Together& together, std::exception_ptr& failure) noexcept {
   std::vector<Step>& steps = together.steps;
-  std::size_t num_made = steps.size();
-  const auto fail_at = [&](std::size_t step) {
-    num_made = step;
-    failure = std::current_exception();
-  };
+  std::size_t i = 0;
   try {
     together.requests.reserve(steps.size());
     together.results.reserve(steps.size());
-  } catch (...) {
-    fail_at(0);
-  }
-  for (std::size_t i = 0; i < num_made; ++i) {
-    Step& step = steps[i];
-    if (step.verdict.no_op()) {
-      continue;
-    }
-    try {
+    for (; i < steps.size(); ++i) {
+      Step& step = steps[i];
+      if (step.verdict.no_op()) {
+        continue;
+      }
       if (step.inputs.given_up) {
         step.made.escape_watch = backend_->watch_escape(*step.inputs.given_up);
       }
       together.requests.push_back(
           request_of(step, std::move(step.inputs), step.verdict.transitions[0]));
-    } catch (...) {
-      fail_at(i);
     }
+  } catch (...) {
+    failure = std::current_exception();
   }
+  return i;
+}
+
+/// Runs in the open, and throws nothing. Returns how many of the steps went well, from the first
+/// on, with why the next did not in `failure`; of the others nothing is left.
+std::size_t ManagerState::make_together(Together& together, std::exception_ptr& failure) noexcept {
+  std::size_t num_made = request_all(together, failure);
   std::exception_ptr error;
   try {
     error = backend_->copy_all(together.requests, together.results);
@@ -127,7 +108,7 @@ std::size_t ManagerState::make_together(Together& together, std::exception_ptr& 
   together.requests.clear();
   auto result = together.results.begin();
   for (std::size_t i = 0; i < num_made; ++i) {
-    Step& step = steps[i];
+    Step& step = together.steps[i];
     if (step.verdict.no_op()) {
       continue;
     }
@@ -144,7 +125,8 @@ std::size_t ManagerState::make_together(Together& together, std::exception_ptr& 
     try {
       keep_made(step, block);
     } catch (...) {
-      fail_at(i);
+      num_made = i;
+      failure = std::current_exception();
       unmake(step.made, std::move(block));
     }
   }
@@ -155,6 +137,49 @@ std::size_t ManagerState::make_together(Together& together, std::exception_ptr& 
   }
   together.results.clear();
   return num_made;
+}
+
+/// Adds to the report what `make_together` has made. Returns how many that are; the next one could
+/// not be published for the reason in `failure`.
+std::size_t ManagerState::publish_together(PlanReport& report, Together& together,
+                                           std::size_t num_made, Trash& trash, const PlanName& plan,
+                                           bool pin, std::exception_ptr& failure) noexcept {
+  const std::int64_t end = now_ns();
+  const std::size_t begin = report.size();
+  std::size_t i = 0;
+  try {
+    check_open();  // or nobody is left to give it to
+    for (; i < num_made; ++i) {
+      Step& step = together.steps[i];
+      step.entry.host_end_ns = end;
+      ActionReport& entry = report.entries_.emplace_back();
+      if (step.verdict.no_op()) {
+        publish_no_op(step, plan, entry);
+      } else {
+        publish(step, trash, together.releases, plan, entry);
+      }
+      if (pin) {  // nobody else has had the turn since
+        ++step.record->num_pins;
+      }
+    }
+  } catch (...) {
+    failure = std::current_exception();
+    report.entries_.resize(begin + i);
+  }
+  return i;
+}
+
+/// Of steps that were charged and will not be published.
+void ManagerState::undo_unpublished(Lock& lock, std::span<Step> steps) {
+  for (const Step& step : steps) {
+    if (!step.verdict.no_op() && step.record->find(step.verdict.transitions[0].to) == nullptr) {
+      uncharge(step);
+    }
+  }
+  const Unlocked unlocked(*this, lock);
+  for (Step& step : steps) {
+    unmake(step.made, nullptr);
+  }
 }
 
 /// Carries out the first of the actions together, as far as they change nothing or are copies
@@ -171,26 +196,27 @@ bool ManagerState::copy_together(PlanReport& report, std::span<const ResidencyAc
   }
   check_not_loading();
   const std::int64_t start = now_ns();
+  const std::size_t most = std::min(kMost, actions.size());
   std::vector<Step>& steps = together.steps;
   steps.clear();
-  steps.reserve(std::min(kMost, actions.size()));
+  steps.reserve(most);
   together.from.reset();
   Trash trash;
   Lock lock(mutex_);
   check_open();
   settle_oldest(trash);
-  const TurnsOf turns(*this, steps);
+  Turns turns(*this);
   try {
-    for (std::size_t i = 0; i < std::min(kMost, actions.size()); ++i) {
+    for (std::size_t i = 0; i < most; ++i) {
       values_.prefetch(actions.subspan(i));
-      if (!join(together, actions[i], options)) {
+      if (!join(together, turns, actions[i], options)) {
         break;
       }
       steps.back().entry.phase = phase;
       steps.back().entry.host_start_ns = start;
     }
   } catch (...) {
-    give_back(lock, steps);
+    undo_unpublished(lock, steps);
     throw;
   }
   if (steps.empty()) {
@@ -202,30 +228,10 @@ bool ManagerState::copy_together(PlanReport& report, std::span<const ResidencyAc
     const Unlocked unlocked(*this, lock);
     num_made = make_together(together, failure);
   }
-  const std::int64_t end = now_ns();
-  const std::size_t begin = report.size();
-  std::size_t num_done = 0;
-  try {
-    check_open();  // or nobody is left to give it to
-    for (; num_done < num_made; ++num_done) {
-      Step& step = steps[num_done];
-      step.entry.host_end_ns = end;
-      ActionReport& entry = report.entries_.emplace_back();
-      if (step.verdict.no_op()) {
-        publish_no_op(step, plan, entry);
-      } else {
-        publish(step, trash, together.releases, plan, entry);
-      }
-      if (pin) {  // nobody else has had the turn since
-        ++step.record->num_pins;
-      }
-    }
-  } catch (...) {
-    failure = std::current_exception();
-    report.entries_.resize(begin + num_done);
-  }
+  const std::size_t num_done =
+      publish_together(report, together, num_made, trash, plan, pin, failure);
   if (failure != nullptr) {
-    give_back(lock, std::span(steps).subspan(num_done));
+    undo_unpublished(lock, std::span(steps).subspan(num_done));
   }
   run_releases(lock, together.releases);
   if (failure != nullptr) {
@@ -237,19 +243,6 @@ bool ManagerState::copy_together(PlanReport& report, std::span<const ResidencyAc
     }
   }
   return true;
-}
-
-/// Of steps that were charged and will not be published.
-void ManagerState::give_back(Lock& lock, std::span<Step> steps) {
-  for (const Step& step : steps) {
-    if (!step.verdict.no_op() && step.record->find(step.verdict.transitions[0].to) == nullptr) {
-      take_back(step);
-    }
-  }
-  const Unlocked unlocked(*this, lock);
-  for (Step& step : steps) {
-    unmake(step.made, nullptr);
-  }
 }
 
 /// Carries out the next of the actions, or several, and adds them to the report.

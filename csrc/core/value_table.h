@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -86,9 +87,12 @@ struct Materialization {
   }
   /// Whether a thread is at it, and not the device.
   [[nodiscard]] bool is_used_by_worker() const noexcept {
-    bool found = false;
-    for_each_pending([&](const FencePtr& fence) { found |= !fence->on_stream(); });
-    return found;
+    const auto is_of_worker = [](const FencePtr& fence) {
+      return fence && !fence->on_stream() && is_pending(fence);  // to poll the device costs more
+    };
+    return fences && (is_of_worker(fences->ready) ||
+                      std::ranges::any_of(fences->readers, is_of_worker) ||
+                      std::ranges::any_of(fences->last_uses, is_of_worker));
   }
   [[nodiscard]] std::uint32_t num_pending_last_uses() const noexcept {
     return fences ? count_pending(fences->last_uses) : 0;

@@ -365,9 +365,11 @@ void RangeMemory::trim() noexcept {
     return;
   }
   std::vector<Departing> departing;
+  std::vector<std::unique_ptr<Live>> unneeded;
   {
     const std::lock_guard lock(mutex_);
     departing = remove_empty_segments();
+    unneeded.swap(spare_);
   }
   give_back(std::move(departing));
 }

@@ -547,7 +547,6 @@ TEST_F(RollbackTest, CopiesBeforeTheOneThatCannotAllocateAreMade) {
                       : i == 4 ? ResidencyAction(MoveResident{handles.back(), kCuda0})
                                : ResidencyAction(EnsureResident{handles.back(), kCuda0}));
   }
-  const std::string before = fingerprint(manager->snapshot());
   for (const auto on_failure : {OnFailure::kRollback, OnFailure::kKeep}) {
     ExecuteOptions options;
     options.on_failure = on_failure;

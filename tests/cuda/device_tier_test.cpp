@@ -392,18 +392,14 @@ TEST_F(DeviceTier, WhatAThreadStillRefreshesIsNoRoomForTheNext) {
   const Handle next = value(kMiB, 2);
   manager_->ensure(written, kPinned).wait();
   manager_->acquire(one(written), kHost, {.access = Access::kWrite}).release();
-  const Explanation explanation = manager_->explain(
-      std::vector<ResidencyAction>{EnsureResident{written, kPinned}, DropResident{written, kPinned},
-                                   EnsureResident{next, kPinned}});
+  const std::vector<ResidencyAction> actions = {EnsureResident{written, kPinned},
+                                                DropResident{written, kPinned},
+                                                EnsureResident{next, kPinned}};
+  const Explanation explanation = manager_->explain(actions);
   ASSERT_TRUE(explanation.feasible);
   EXPECT_EQ(explanation.actions[0].verdict.reason, Reason::kRefreshed);
   manager_->set_budget(kPinned, Bytes(kMiB));
-  EXPECT_TRUE(manager_
-                  ->explain(std::vector<ResidencyAction>{EnsureResident{written, kPinned},
-                                                         DropResident{written, kPinned},
-                                                         EnsureResident{next, kPinned}})
-                  .actions[2]
-                  .verdict.waits);
+  EXPECT_TRUE(manager_->explain(actions).actions[2].verdict.waits);
 }
 
 TEST_F(DeviceTier, SmallCopiesOfOneExecuteAreEnqueuedTogether) {

@@ -43,9 +43,6 @@ class InlineVector {
     spilled_.clear();
   }
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
-  friend bool operator==(const InlineVector& a, const InlineVector& b) noexcept {
-    return std::equal(a.begin(), a.end(), b.begin(), b.end());
-  }
   [[nodiscard]] bool empty() const noexcept { return size_ == 0; }
   [[nodiscard]] T* begin() noexcept { return spilled_.empty() ? inline_.data() : spilled_.data(); }
   [[nodiscard]] T* end() noexcept { return begin() + size_; }
@@ -53,10 +50,13 @@ class InlineVector {
     return spilled_.empty() ? inline_.data() : spilled_.data();
   }
   [[nodiscard]] const T* end() const noexcept { return begin() + size_; }
+  friend bool operator==(const InlineVector& a, const InlineVector& b) noexcept {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end());
+  }
 
  private:
   std::size_t size_ = 0;
-  std::array<T, N> inline_{};
+  std::array<T, N> inline_;
   std::vector<T> spilled_;
 };
 
