@@ -85,11 +85,12 @@ struct Materialization {
   [[nodiscard]] std::uint32_t num_pending_readers() const noexcept {
     return fences ? count_pending(fences->readers) : 0;
   }
+  /// Whether a thread brings it, and not the device.
+  [[nodiscard]] bool arrives_by_worker() const noexcept {
+    return fences && is_of_worker(fences->ready);
+  }
   /// Whether a thread is at it, and not the device.
   [[nodiscard]] bool is_used_by_worker() const noexcept {
-    const auto is_of_worker = [](const FencePtr& fence) {
-      return fence && !fence->on_stream() && is_pending(fence);  // to poll the device costs more
-    };
     return fences && (is_of_worker(fences->ready) ||
                       std::ranges::any_of(fences->readers, is_of_worker) ||
                       std::ranges::any_of(fences->last_uses, is_of_worker));
@@ -104,6 +105,9 @@ struct Materialization {
       fences = std::make_unique<Fences>();
     }
     return *fences;
+  }
+  static bool is_of_worker(const FencePtr& fence) noexcept {
+    return fence && !fence->on_stream() && is_pending(fence);  // to poll the device costs more
   }
   static void add(std::vector<FencePtr>& to, const FencePtr& fence) {
     std::erase_if(to, [](const FencePtr& each) { return each->poll() != FenceStatus::kPending; });

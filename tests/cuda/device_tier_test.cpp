@@ -476,6 +476,36 @@ TEST_F(DeviceTier, CopiesOfOneExecuteThatNeedNotWaitAreNotBehindOneThatDoes) {
   report.wait();
 }
 
+// Only the host can wait for that thread, and it must not hold others up meanwhile.
+TEST_F(DeviceTier, CopyOfWhatAThreadStillBringsGoesAlone) {
+  const c10::cuda::CUDAStream producer = c10::cuda::getStreamFromPool();
+  const Handle small = value(4096, 1);
+  manager_->move(small, kPinned).wait();
+  Gate gate(producer);
+  const Handle late = adopt(*manager_, TensorResident({{"x", on_device(4096)}}),
+                            {.mode = ReplicaMode::kReplicable, .stream = named(producer)});
+  manager_->ensure(late, kPinned);
+  manager_->move(late, kHost, kPinned);  // by a thread, behind the producer
+  manager_->drop(late, kDevice);
+  manager_->ensure(late, kPinned);
+  std::thread other([&] {
+    manager_
+        ->execute(std::vector<ResidencyAction>{EnsureResident{small, kDevice},
+                                               EnsureResident{late, kDevice}})
+        .wait();
+  });
+  const auto is_there = [&] {
+    return manager_->snapshot().find(small)->materializations.size() == 2;
+  };
+  for (int i = 0; i < 10'000 && !is_there(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_NO_THROW(manager_->ensure(small, kDevice, {.may_block = false}));
+  gate.open();
+  other.join();
+  EXPECT_EQ(byte_of(small, kDevice), 1);
+}
+
 TEST_F(DeviceTier, ExecuteRefusesAValueWhoseMemoryWasExchanged) {
   const at::Tensor alias = page_locked(4096);
   const at::Tensor other = page_locked(4096);
