@@ -28,15 +28,18 @@ MaterializationPtr ManagerState::detach(ValueRecord& record, Location location) 
   while (*place != nullptr && (*place)->location != location) {
     place = &(*place)->next;
   }
-  MaterializationPtr detached = std::move(*place);
-  if (!detached) {
-    return detached;
+  if (*place == nullptr) {
+    return nullptr;
   }
+  // The slot is the record's, and what is detached outlives that. When there is no room for it
+  // nothing has changed.
+  MaterializationPtr outside((*place)->in_slot ? new Materialization : nullptr);
+  MaterializationPtr detached = std::move(*place);
   *place = std::move(detached->next);
-  if (detached->in_slot) {  // the slot is the record's: what is detached outlives that
-    MaterializationPtr moved(new Materialization(std::move(*detached)));
-    moved->in_slot = false;
-    detached = std::move(moved);
+  if (outside != nullptr) {
+    *outside = std::move(*detached);
+    outside->in_slot = false;
+    detached = std::move(outside);
   }
   unregister_ranges(detached->block->address_ranges());
   return detached;
