@@ -4,8 +4,11 @@
 #include <atomic>
 #include <mutex>
 
+#include <ATen/Context.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
 
 #include "csrc/core/fork.h"
 #include "csrc/cuda/runtime.h"
@@ -24,6 +27,17 @@ struct Registry {
 Registry& registry() {
   static auto* const instance = new Registry;
   return *instance;
+}
+
+/// ATen sets PyTorch's CUDA code up when it first makes a tensor there, and ours may come before
+/// that.
+void set_up_torch(Location device) {
+  try {
+    at::globalContext().lazyInitDevice(at::kCUDA);
+  } catch (const c10::Error& error) {
+    throw UnavailableError(fmt::format("PyTorch cannot use {}: {}", to_string(device),
+                                       error.what_without_backtrace()));
+  }
 }
 
 cudaStream_t make_stream(Location device) {
@@ -85,6 +99,7 @@ DeviceStreams& streams_of(Location device) {
   if (DeviceStreams* found = find_streams(device); found != nullptr) {
     return *found;
   }
+  set_up_torch(device);
   const std::lock_guard lock(shared.mutex);
   if (DeviceStreams* found = find_streams(device); found != nullptr) {
     return *found;

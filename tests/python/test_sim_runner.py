@@ -4,6 +4,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -433,3 +434,16 @@ def test_an_example_gives_on_the_card_what_it_gives_on_the_cpu(sim_process, name
         losses[device] = [float(x) for x in re.findall(r"loss (\S+)", run.output)]
     assert len(losses["cpu"]) == 6
     assert losses["cuda"] == pytest.approx(losses["cpu"], abs=1e-5)
+
+
+def test_a_program_that_is_no_script_has_the_card_too(sim_process):
+    code = "import sys, torch; print(torch.cuda.mem_get_info()[1]); sys.exit(3)"
+    runner = ("-m", "torch_residency.sim", "--memory=512MiB")
+    program = (sys.executable, "-c", code)
+    run = sim_process.python(*runner, *program)
+    assert run.returncode == 3, run.stderr
+    assert run.stdout == f"{512 * MIB}\n"
+    assert "simulated card" not in run.stderr  # the report is of scripts
+    refused = sim_process.python(*runner, "--json=report.json", *program)
+    assert refused.returncode == 2
+    assert "programs make no report" in refused.stderr

@@ -7,8 +7,9 @@
 
 namespace residency {
 
-/// The devices of this process and page-locked memory, for `TorchBackendOptions::devices`. Each
-/// manager has one of its own; CUDA is not initialized before something is moved.
+/// The devices of this process and page-locked memory, for `TorchBackendOptions::devices`, of one
+/// manager or of several, which then share segments and the buffers of staged copies. CUDA is not
+/// initialized before something is moved; where it cannot be that throws `UnavailableError`.
 ///
 /// Device memory comes in segments from PyTorch's caching allocator, on a stream of the layer's
 /// own; page-locked memory in slabs of whole pages that the layer registers itself. Both are

@@ -27,6 +27,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         prog="python -m torch_residency.sim",
         description="Run a script on a simulated CUDA card, and report what it did there.",
         usage="%(prog)s [options] script.py [argument ...]\n"
+        "       %(prog)s [options] program [argument ...]\n"
         "       %(prog)s [options] -m module [argument ...]",
         allow_abbrev=False,
     )
@@ -58,6 +59,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error("which script? expected script.py, or -m module")
     if options.module is None and not Path(options.program[0]).is_file():
         parser.error(f"no script '{options.program[0]}'")
+    options.is_program = options.module is None and is_program(options.program[0])
+    if options.is_program and (options.json or options.timeline):
+        parser.error("--json and --timeline are for Python scripts: programs make no report")
 
     for option in ("timeline", "json"):
         path = getattr(options, option)
@@ -167,6 +171,18 @@ def run_script(path: str, arguments: list[str]) -> None:
     exec(code, main.__dict__)
 
 
+def is_program(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"\x7fELF"
+
+
+def become_program(command: list[str], settings: dict[str, str]) -> None:
+    """Replace this process by a program that has the simulated card, and makes no report."""
+    _process.give_to_children(settings)
+    os.environ.pop(_process.REPORTS_VARIABLE, None)
+    os.execv(os.path.abspath(command[0]), command)
+
+
 def run_module(name: str, arguments: list[str]) -> None:
     """Run a module as `python -m name arguments...` would."""
     sys.argv = [name, *arguments]
@@ -185,6 +201,8 @@ def show_exception(error: BaseException) -> None:
 def main() -> None:
     options = parse_arguments(sys.argv[1:])
     try:
+        if options.is_program:
+            become_program(options.program, options.settings)
         prepare(options)
     except _library.SimulationError as error:
         print(f"torch_residency.sim: {error}", file=sys.stderr)
