@@ -209,7 +209,7 @@ class Plan {
     verdict_.source = source->location;
     verdict_.reason = Reason::kRefreshed;
     verdict_.bytes = target.charge;
-    // A copy out of the target that is still under way must not see the new bytes.
+    // A thread that still copies out of the target must not see the new bytes.
     verdict_.waits |= source->uncertain || target.uncertain || target.read_by_copy;
     wait_for_departures();
     add({.kind = TransitionKind::kRefresh, .from = source->location, .to = target.location});

@@ -82,12 +82,13 @@ struct Materialization {
     for_each_pending(fences->readers, visit);
     for_each_pending(fences->last_uses, visit);
   }
-  [[nodiscard]] std::uint32_t num_pending_readers() const noexcept {
-    return fences ? count_pending(fences->readers) : 0;
-  }
   /// Whether a thread brings it, and not the device.
   [[nodiscard]] bool arrives_by_worker() const noexcept {
     return fences && is_of_worker(fences->ready);
+  }
+  /// Whether a thread copies from it: what the device does is in an order by itself.
+  [[nodiscard]] bool is_read_by_worker() const noexcept {
+    return fences && std::ranges::any_of(fences->readers, is_of_worker);
   }
   /// Whether a thread is at it, and not the device.
   [[nodiscard]] bool is_used_by_worker() const noexcept {

@@ -30,7 +30,7 @@ void World::read(const Handle& handle, ValueView& view) const {
     residence.stale = each->stale;
     residence.uncertain = each->is_uncertain();
     residence.replaces = each->replaces;
-    residence.read_by_copy = each->num_pending_readers() != 0;
+    residence.read_by_copy = each->is_read_by_worker();
     residence.used_by_worker = each->is_used_by_worker();
     residence.num_leases = each->num_leases;
     residence.num_holds = each->num_holds + found.record->num_pins;

@@ -506,6 +506,34 @@ TEST_F(DeviceTier, CopyOfWhatAThreadStillBringsGoesAlone) {
   EXPECT_EQ(byte_of(small, kDevice), 1);
 }
 
+TEST_F(DeviceTier, RefreshIsOrderedBehindACopyOfTheOldBytesWithoutWaiting) {
+  const c10::cuda::CUDAStream writer = c10::cuda::getStreamFromPool();
+  const Handle handle = value(kMiB, 1, Mutability::kMutable);
+  manager_->move(handle, kPinned).wait();
+  manager_->ensure(handle, kDevice).wait();
+  const auto write = [&](int byte) {
+    Lease lease =
+        manager_->acquire(one(handle), kDevice,
+                          {.access = Access::kWrite, .stream = named(writer), .may_block = false});
+    EXPECT_EQ(cudaMemsetAsync(tensors(lease, handle)["x"].mutable_data_ptr(), byte, kMiB, writer),
+              cudaSuccess);
+    lease.release();
+  };
+  const ActionOptions impatient{.may_block = false};
+  Gate gate(writer);
+  write(2);
+  manager_->ensure(handle, kPinned, impatient);
+  manager_->drop(handle, kDevice);
+  EXPECT_EQ(manager_->ensure(handle, kDevice, impatient).record().source, kPinned);  // reads it
+  write(3);
+  const ActionReport refreshed = manager_->ensure(handle, kPinned, impatient);
+  EXPECT_EQ(refreshed.record().reason, Reason::kRefreshed);
+  EXPECT_FALSE(refreshed.record().waited);
+  gate.open();
+  EXPECT_EQ(byte_of(handle, kPinned), 3);
+  EXPECT_EQ(byte_of(handle, kDevice), 3);
+}
+
 TEST_F(DeviceTier, ExecuteRefusesAValueWhoseMemoryWasExchanged) {
   const at::Tensor alias = page_locked(4096);
   const at::Tensor other = page_locked(4096);
