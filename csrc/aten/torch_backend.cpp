@@ -231,9 +231,12 @@ struct TorchBackend::State {
     std::atomic<bool> any{false};
     const std::uint64_t generation = fork_generation();
 
-    void add(Retiring entry) {
+    /// Takes both, unless it throws.
+    void add(BlockPtr& block, std::vector<FencePtr>& after) {
       const std::lock_guard lock(mutex);
-      blocks.push_back(std::move(entry));
+      Retiring& entry = blocks.emplace_back();
+      entry.block = std::move(block);
+      entry.after = std::move(after);
       any.store(true, std::memory_order_release);
     }
     // Blocks die outside the mutex.
@@ -803,7 +806,7 @@ void TorchBackend::release(BlockPtr block, std::vector<FencePtr> after) noexcept
       return;
     }
     if (std::any_of(after.begin(), after.end(), is_pending)) {
-      state_->retirement->add({std::move(block), std::move(after)});
+      state_->retirement->add(block, after);
       // The last fence may have completed between the two, with nobody left to look.
       state_->retirement->free_completed();
     }

@@ -180,6 +180,13 @@ class Plan {
     }
   }
 
+  /// Whether a copy out of the source can be made only once that is there: when it may still not
+  /// come, or a thread brings it, which the device cannot wait for.
+  [[nodiscard]] bool is_waited_for(const Residence& source, Location to) const {
+    return source.uncertain ||
+           (source.arrives_by_worker && goes_on_stream(world_.backend(), source.location, to));
+  }
+
   void copy(const Residence& source, Location to) {
     verdict_.source = source.location;
     wait_for_departures();
@@ -189,7 +196,7 @@ class Plan {
     }
     verdict_.reason = Reason::kCopied;
     verdict_.bytes = world_.backend().occupied_bytes(spec(), to);
-    verdict_.waits |= source.uncertain;
+    verdict_.waits |= is_waited_for(source, to);
     add({.kind = TransitionKind::kCopy,
          .from = source.location,
          .to = to,
@@ -210,7 +217,8 @@ class Plan {
     verdict_.reason = Reason::kRefreshed;
     verdict_.bytes = target.charge;
     // A thread that still copies out of the target must not see the new bytes.
-    verdict_.waits |= source->uncertain || target.uncertain || target.read_by_copy;
+    verdict_.waits |=
+        is_waited_for(*source, target.location) || target.uncertain || target.read_by_copy;
     wait_for_departures();
     add({.kind = TransitionKind::kRefresh, .from = source->location, .to = target.location});
   }

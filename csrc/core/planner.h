@@ -9,6 +9,11 @@
 
 namespace residency {
 
+/// Whether the device makes such a copy, and not a thread.
+[[nodiscard]] inline bool goes_on_stream(const Backend& backend, Location from, Location to) {
+  return backend.reuses_in_device_order(from) && backend.reuses_in_device_order(to);
+}
+
 /// Turns an action and a state into transitions with their charges, or into the reason why not.
 ///
 /// The one place where that is decided: `explain` and preflight run it over a simulated world,

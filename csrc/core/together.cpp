@@ -44,9 +44,6 @@ bool ManagerState::join(Together& together, Turns& turns, const ResidencyAction&
       return false;
     }
     const Transition& copy = verdict.transitions[0];
-    if (record->find(copy.from)->arrives_by_worker()) {
-      return false;  // the host waits for it, and the others' turns would be taken so long
-    }
     if (together.from.has_value()) {
       return together.from == copy.from && together.to == copy.to;
     }

@@ -115,6 +115,11 @@ std::vector<FencePtr> ManagerState::fences_to_wait_for(const ValueRecord* record
     if (each.kind == TransitionKind::kReconstruct || each.kind == TransitionKind::kCopy) {
       add_retiring(each.to, each.charge);
     }
+    const Materialization* source = record != nullptr ? record->find(each.from) : nullptr;
+    if (source != nullptr && each.kind != TransitionKind::kRelease && source->arrives_by_worker() &&
+        goes_on_stream(*backend_, each.from, each.to)) {
+      fences.push_back(source->ready());
+    }
   }
   if (verdict.staging != Bytes()) {
     add_retiring(Location::pinned_host(), verdict.staging);

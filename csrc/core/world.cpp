@@ -30,6 +30,7 @@ void World::read(const Handle& handle, ValueView& view) const {
     residence.stale = each->stale;
     residence.uncertain = each->is_uncertain();
     residence.replaces = each->replaces;
+    residence.arrives_by_worker = each->arrives_by_worker();
     residence.read_by_copy = each->is_read_by_worker();
     residence.used_by_worker = each->is_used_by_worker();
     residence.num_leases = each->num_leases;
@@ -197,6 +198,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
   if (verdict.waits) {
     for (Residence& each : view.residences) {
       each.uncertain = false;
+      each.arrives_by_worker = false;
       each.read_by_copy = false;
       each.used_by_worker = false;
     }
@@ -259,15 +261,15 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
       case TransitionKind::kRefresh: {
         in_flight = can_fail_later(backend_.path(each.from, each.to));
         read_from = each.from;
-        by_worker = !(backend_.reuses_in_device_order(each.from) &&
-                      backend_.reuses_in_device_order(each.to));
+        by_worker = !goes_on_stream(backend_, each.from, each.to);
         if (Residence* source = view.find(each.from); source != nullptr) {
-          source->read_by_copy |= in_flight;
+          source->read_by_copy |= by_worker;
           source->used_by_worker |= by_worker;
         }
         if (each.kind == TransitionKind::kCopy) {
           view.residences.push_back({.location = each.to,
                                      .uncertain = in_flight,
+                                     .arrives_by_worker = by_worker,
                                      .used_by_worker = by_worker,
                                      .charge = each.charge,
                                      .taken_by = taken_by});
@@ -275,6 +277,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
           Residence* target = view.find(each.to);
           target->stale = false;
           target->uncertain = in_flight;
+          target->arrives_by_worker = by_worker;
           target->used_by_worker |= by_worker;
         }
         break;

@@ -20,6 +20,7 @@ struct Residence {
   bool stale = false;
   bool uncertain = false;       ///< an arrival that may still fail
   bool replaces = false;        ///< it came by a move whose source comes back if it fails
+  bool arrives_by_worker = false;
   bool read_by_copy = false;    ///< a copy that completes on a worker reads it
   bool used_by_worker = false;  ///< so that its memory stays for a while after it was given up
   std::uint32_t num_leases = 0;

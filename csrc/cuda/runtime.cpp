@@ -13,6 +13,7 @@ bool is_lost(cudaError_t error) noexcept {
     case cudaErrorCudartUnloading:
     case cudaErrorDevicesUnavailable:
     case cudaErrorECCUncorrectable:
+    case cudaErrorContained:
     case cudaErrorNvlinkUncorrectable:
     case cudaErrorIllegalAddress:
     case cudaErrorLaunchTimeout:
@@ -23,6 +24,9 @@ bool is_lost(cudaError_t error) noexcept {
     case cudaErrorInvalidAddressSpace:
     case cudaErrorInvalidPc:
     case cudaErrorLaunchFailure:
+    case cudaErrorTensorMemoryLeak:
+    case cudaErrorMpsClientTerminated:
+    case cudaErrorExternalDevice:
     case cudaErrorContextIsDestroyed:
     case cudaErrorUnknown: return true;
     default: return false;

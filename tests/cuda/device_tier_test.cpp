@@ -488,6 +488,10 @@ TEST_F(DeviceTier, CopyOfWhatAThreadStillBringsGoesAlone) {
   manager_->move(late, kHost, kPinned);  // by a thread, behind the producer
   manager_->drop(late, kDevice);
   manager_->ensure(late, kPinned);
+  EXPECT_TRUE(manager_->explain(std::vector<ResidencyAction>{EnsureResident{late, kDevice}})
+                  .actions[0]
+                  .verdict.waits);
+  EXPECT_THROW(manager_->ensure(late, kDevice, {.may_block = false}), UnavailableError);
   std::thread other([&] {
     manager_
         ->execute(std::vector<ResidencyAction>{EnsureResident{small, kDevice},

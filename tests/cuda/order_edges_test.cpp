@@ -400,7 +400,7 @@ TEST_F(OrderEdge, RefreshOfPageLockedMemoryBehindACopyThatReads) {
   const Handle handle = at_both(kPinned, kDevice);
   manager_->ensure(handle, kOther);
   write(handle, stream_);
-  without(kHostWait);
+  without(kStreamWait);  // the first is on the copy
   manager_->ensure(handle, kPinned);
 }
 

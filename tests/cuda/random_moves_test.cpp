@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <cstdlib>
 #include <random>
 #include <string>
@@ -36,7 +37,8 @@ class RandomMoves : public CudaTest {
     seed_ = chosen != nullptr ? static_cast<std::uint32_t>(std::strtoul(chosen, nullptr, 10))
                               : std::random_device()();
     random_.seed(seed_);
-    RecordProperty("seed", std::to_string(seed_));
+    std::printf("RESIDENCY_SEED=%u\n", seed_);
+    std::fflush(stdout);  // it may crash, or hang
     for (int i = 0; i < 4; ++i) {
       streams_.push_back(c10::cuda::getStreamFromPool(false, 0));
       streams_.push_back(c10::cuda::getStreamFromPool(false, 1));

@@ -54,9 +54,10 @@ struct ActionOptions {
   /// The stream to copy on; it must belong to the destination (or, from a device to the host, to
   /// the source). Default: the backend's own transfer stream.
   std::optional<Stream> stream = std::nullopt;
-  /// Whether the call may wait on the host: for retiring bytes, for an arrival that can fail, or
-  /// for another call that is changing the value. Otherwise it is refused, with `BudgetError` for
-  /// the first and `UnavailableError` for the others. Loading from a source is work, not waiting.
+  /// Whether the call may wait on the host: for retiring bytes, for an arrival that can fail or
+  /// that a thread brings and a device is to read, or for another call that is changing the value.
+  /// Otherwise it is refused, with `BudgetError` for the first and `UnavailableError` for the
+  /// others. Loading from a source is work, not waiting.
   bool may_block = true;
   /// The copy is ahead of need, as one of `Manager::prefetch`. Without effect on copies on a stream
   /// of the caller's, and where the source is given up (`move`).
