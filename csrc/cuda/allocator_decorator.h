@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstddef>
+
+#include <c10/core/Device.h>
+
+namespace residency {
+
+/// What the decorator asks while it is in force. Called with no lock of the allocator held, by
+/// whichever thread allocates.
+class AllocationPressure {
+ public:
+  AllocationPressure() = default;
+  AllocationPressure(const AllocationPressure&) = delete;
+  AllocationPressure& operator=(const AllocationPressure&) = delete;
+  virtual ~AllocationPressure() = default;
+
+  /// An allocation has run out of memory, for the `attempt`th time (from 1). True: it is to be
+  /// tried again.
+  [[nodiscard]] virtual bool make_room(c10::DeviceIndex device, std::size_t nbytes,
+                                       int attempt) noexcept = 0;
+  /// It was given after all.
+  virtual void recovered() noexcept = 0;
+};
+
+/// Puts a decorator before PyTorch's caching allocator, for every allocation of the process: all
+/// calls go on to that allocator, whose memory is given out as it is, so that frees go there by
+/// themselves. Idempotent; `pressure` must live as long as the process. Throws `UnavailableError`
+/// where the allocator in force is not the native one.
+void install_decorator(AllocationPressure& pressure);
+/// Takes it away again. It stays where storages know it, and merely passes calls on. False where
+/// another allocator has been put before it since: then it does so in its place.
+bool remove_decorator() noexcept;
+[[nodiscard]] bool is_decorator_installed() noexcept;
+
+}  // namespace residency
