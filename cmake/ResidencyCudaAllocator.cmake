@@ -2,8 +2,9 @@
 # torch release adds would otherwise end in a base class's default without a word, and what it lacks
 # cannot be overridden.
 
-# Defines RESIDENCY_CUDA_ALLOCATOR_HAS_<function> when the source `decorator` is compiled, for each
-# virtual function of torch's CUDAAllocator; stops when it does not forward one of them.
+# Stops when the source `decorator` does not forward one of the virtual functions of torch's
+# CUDAAllocator. Of those for which it says `#ifdef RESIDENCY_CUDA_ALLOCATOR_HAS_<function>`, since
+# not all supported releases have them, that is defined.
 function(residency_check_cuda_allocator decorator)
   list(GET ResidencyTorch_INCLUDE_DIRS 0 include_dir)
   set(headers ${include_dir}/c10/core/Allocator.h ${include_dir}/c10/core/CachingDeviceAllocator.h
@@ -43,5 +44,9 @@ function(residency_check_cuda_allocator decorator)
     message(FATAL_ERROR "torch ${ResidencyTorch_VERSION} has functions of CUDAAllocator that ${decorator} does not forward: ${missing}")
   endif()
   list(TRANSFORM functions PREPEND RESIDENCY_CUDA_ALLOCATOR_HAS_)
-  set_property(SOURCE ${decorator} APPEND PROPERTY COMPILE_DEFINITIONS ${functions})
+  foreach(definition IN LISTS functions)
+    if(ours MATCHES "#ifdef ${definition}\n")
+      set_property(SOURCE ${decorator} APPEND PROPERTY COMPILE_DEFINITIONS ${definition})
+    endif()
+  endforeach()
 endfunction()

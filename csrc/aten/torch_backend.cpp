@@ -508,6 +508,12 @@ void TorchBackend::open(ManagerId manager, const ManagerOptions& options) {
   state_->opened = true;
 }
 
+void TorchBackend::attach(std::weak_ptr<Reclaimer> reclaimer) {
+  if (state_->options.devices != nullptr) {
+    state_->options.devices->attach(std::move(reclaimer));
+  }
+}
+
 void TorchBackend::close(bool wait) noexcept {
   if (std::exchange(state_->closed, true)) {
     return;

@@ -57,12 +57,12 @@ void ManagerState::append_failed(TransitionRecord& entry, const PlanName& plan) 
 }
 
 ActionReport ManagerState::apply(const ResidencyAction& action, const ActionOptions& options) {
+  check_not_loading();
   return perform(action, options, Phase::kExecute, nullptr);
 }
 
 ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOptions& options,
                                    Phase phase, const PlanName& plan, bool pin) {
-  check_not_loading();
   Step step;
   step.handle = handle_of(action);
   step.entry.action = kind_of(action);

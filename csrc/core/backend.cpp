@@ -9,6 +9,10 @@ View::~View() = default;
 Source::~Source() = default;
 Backend::~Backend() = default;
 
+Reclaimer::~Reclaimer() = default;
+
+void Backend::attach(std::weak_ptr<Reclaimer>) {}
+
 std::exception_ptr Backend::copy_all(std::span<const CopyRequest> requests,
                                      std::vector<CopyResult>& results) {
   results.reserve(results.size() + requests.size());  // nothing may fail once one is enqueued

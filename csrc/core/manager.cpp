@@ -16,9 +16,12 @@ std::shared_ptr<Manager> Manager::create(ManagerOptions options, std::shared_ptr
     throw std::invalid_argument("Manager::create: the backend is null");
   }
   const ManagerId id = next_manager_id();
-  std::shared_ptr<Manager> manager(
-      new Manager(std::make_shared<ManagerState>(id, std::move(options), std::move(backend))));
-  register_manager(id, manager, manager->state_);
+  auto state = std::make_shared<ManagerState>(id, std::move(options), std::move(backend));
+  std::shared_ptr<Manager> manager(new Manager(state));
+  register_manager(id, manager, state);
+  if (state->options().reclaim != ReclaimMode::kOff) {
+    state->backend().attach(state);
+  }
   return manager;
 }
 

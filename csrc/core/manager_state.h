@@ -94,12 +94,10 @@ struct ScopeState {
 /// `Unlocked` section. Before it, the call has taken the *turn* of the value that it works on
 /// (`Turn`), so the value cannot change under it, and has charged what it is about to make; after
 /// it the result is committed, or the charges are undone. `close` waits until no section is open.
-class ManagerState : public std::enable_shared_from_this<ManagerState> {
+class ManagerState final : public std::enable_shared_from_this<ManagerState>, public Reclaimer {
  public:
   ManagerState(ManagerId id, ManagerOptions options, std::shared_ptr<Backend> backend);
-  ManagerState(const ManagerState&) = delete;
-  ManagerState& operator=(const ManagerState&) = delete;
-  ~ManagerState();
+  ~ManagerState() override;
 
   [[nodiscard]] ManagerId id() const noexcept { return id_; }
   [[nodiscard]] bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
@@ -143,6 +141,11 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   [[nodiscard]] Reservation reserve(MemoryReservation reservation, bool require_physical,
                                     bool may_block = true);
   void release(ReservationState& reservation);
+
+  // Memory pressure (reclaim.cpp)
+  [[nodiscard]] std::vector<Evictable> evictable(Location from) override;
+  [[nodiscard]] bool evict(const Handle& handle, Location from,
+                           const std::string& why) noexcept override;
 
   /// Throws `ReentrancyError` inside the load of a source of this manager, on the same thread.
   void check_not_loading() const;
@@ -311,6 +314,13 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
                                bool pin);
   [[nodiscard]] static Verdict would_block(Verdict verdict);
   void append_failed(TransitionRecord& entry, const PlanName& plan);
+
+  // reclaim.cpp
+  struct Leaving {
+    ResidencyAction action;
+    Bytes cost;
+  };
+  [[nodiscard]] std::optional<Leaving> way_out(const ValueRecord& record, Location from);
 
   // carry_out.cpp
   ActionReport carry_out(Lock& lock, Trash& trash, Step& step, const ActionOptions& options,

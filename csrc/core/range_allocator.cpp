@@ -153,6 +153,18 @@ bool RangeAllocator::is_empty(std::uint32_t number) const {
   return nbytes != Bytes() && free_.contains({nbytes, number, Bytes()});
 }
 
+std::vector<Range> RangeAllocator::live_ranges(std::uint32_t segment) const {
+  check_segment(segment);
+  std::vector<Range> live;
+  for (auto piece = pieces_.lower_bound(Place(segment, Bytes()));
+       piece != pieces_.end() && piece->first.first == segment; ++piece) {
+    if (!piece->second.is_free) {
+      live.push_back({segment, piece->first.second, piece->second.nbytes});
+    }
+  }
+  return live;
+}
+
 std::vector<std::uint32_t> RangeAllocator::empty_segments() const {
   std::vector<std::uint32_t> found;
   for (std::uint32_t number = 0; number < segments_.size(); ++number) {

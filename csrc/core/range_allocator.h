@@ -52,6 +52,8 @@ class RESIDENCY_API RangeAllocator {
   void put_back_segment(std::uint32_t segment, Bytes nbytes);
   [[nodiscard]] bool is_empty(std::uint32_t segment) const;
   [[nodiscard]] Bytes bytes_of(std::uint32_t segment) const { return segments_.at(segment); }
+  /// Those handed out of a segment, by address. O(pieces of the segment).
+  [[nodiscard]] std::vector<Range> live_ranges(std::uint32_t segment) const;
   /// Those that are wholly free, by number.
   [[nodiscard]] std::vector<std::uint32_t> empty_segments() const;
 

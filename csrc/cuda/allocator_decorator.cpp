@@ -1,5 +1,6 @@
 #include "csrc/cuda/allocator_decorator.h"
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -21,6 +22,9 @@ namespace residency {
 namespace {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
+
+// c10 ignores a registration of a lower one than the last, and PyTorch's own have none above this.
+constexpr std::uint8_t kPriority = 100;
 
 /// Immortal: storages keep its address. What a torch release adds to the interface stops the build
 /// (cmake/ResidencyCudaAllocator.cmake).
@@ -112,9 +116,11 @@ class Decorator final : public caching::CUDAAllocator {
   void beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool,
                            std::function<bool(cudaStream_t)> filter) override {
     native_.beginAllocateToPool(device, pool, std::move(filter));
+    ++num_pool_contexts(device);
   }
   void endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) override {
     native_.endAllocateToPool(device, pool);
+    --num_pool_contexts(device);
   }
   void releasePool(c10::DeviceIndex device, c10::MempoolId_t pool) override {
     native_.releasePool(device, pool);
@@ -221,6 +227,10 @@ class Decorator final : public caching::CUDAAllocator {
 #endif
 
  private:
+  std::atomic<int>& num_pool_contexts(c10::DeviceIndex device) {
+    return num_pool_contexts_.at(static_cast<std::size_t>(device));
+  }
+
   /// Called while the allocator's error is handled: what the caller gets in the end.
   template <class Allocate>
   std::invoke_result_t<Allocate> after_pressure(std::size_t nbytes, const Allocate& allocate) {
@@ -231,7 +241,9 @@ class Decorator final : public caching::CUDAAllocator {
         return false;
       }
       is_making_room = true;
-      const bool may_fit = pressure->make_room(c10::cuda::current_device(), nbytes, attempt);
+      const c10::DeviceIndex device = c10::cuda::current_device();
+      const bool may_fit =
+          pressure->make_room({device, nbytes, attempt, num_pool_contexts(device) > 0});
       is_making_room = false;
       return may_fit;
     };
@@ -249,6 +261,8 @@ class Decorator final : public caching::CUDAAllocator {
 
   caching::CUDAAllocator& native_;
   std::atomic<AllocationPressure*> pressure_{nullptr};
+  // Below zero where they began before the plugin was installed.
+  std::array<std::atomic<int>, C10_COMPILE_TIME_MAX_GPUS> num_pool_contexts_{};
 };
 
 std::mutex& installing_mutex() {
@@ -277,7 +291,7 @@ void install_decorator(AllocationPressure& pressure) {
       decorator.store(own);
     }
     caching::allocator.store(own);
-    c10::SetAllocator(c10::kCUDA, own);
+    c10::SetAllocator(c10::kCUDA, own, kPriority);
   }
   own->set_pressure(&pressure);
 }
@@ -294,7 +308,7 @@ bool remove_decorator() noexcept {
     return expected == &own->native();
   }
   if (c10::GetAllocator(c10::kCUDA) == own) {
-    c10::SetAllocator(c10::kCUDA, &own->native());
+    c10::SetAllocator(c10::kCUDA, &own->native(), kPriority);
   }
   return true;
 }

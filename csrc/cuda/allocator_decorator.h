@@ -15,10 +15,16 @@ class AllocationPressure {
   AllocationPressure& operator=(const AllocationPressure&) = delete;
   virtual ~AllocationPressure() = default;
 
-  /// An allocation has run out of memory, for the `attempt`th time (from 1). True: it is to be
-  /// tried again.
-  [[nodiscard]] virtual bool make_room(c10::DeviceIndex device, std::size_t nbytes,
-                                       int attempt) noexcept = 0;
+  struct Shortage {
+    c10::DeviceIndex device = 0;
+    std::size_t nbytes = 0;  ///< asked for
+    int attempt = 1;         ///< so many have run out of memory
+    /// Allocations are routed into a pool somewhere, as they are while a graph is captured: the
+    /// allocator then gives nothing of its cache back.
+    bool in_pool_context = false;
+  };
+  /// True: the allocation is to be tried again.
+  [[nodiscard]] virtual bool make_room(const Shortage& shortage) noexcept = 0;
   /// It was given after all.
   virtual void recovered() noexcept = 0;
 };

@@ -25,6 +25,7 @@
 #include "csrc/cuda/runtime.h"
 #include "csrc/cuda/staging.h"
 #include "csrc/cuda/streams.h"
+#include "csrc/cuda/tenants.h"
 #include "residency/core/errors.h"
 
 namespace residency {
@@ -284,7 +285,7 @@ void Gathered::enqueue() {
 /// Of a copy ahead of need, after which others may have the buffers.
 constexpr auto kStagedChunkBytes = Bytes(std::int64_t{16} << 20);
 
-class CudaLayer final : public DeviceLayer {
+class CudaLayer final : public DeviceLayer, public std::enable_shared_from_this<CudaLayer> {
  public:
   [[nodiscard]] std::string why_unavailable(Location at) const override;
   [[nodiscard]] std::optional<SpareBytes> lockable_bytes(const Growth& wanted) const override;
@@ -314,6 +315,7 @@ class CudaLayer final : public DeviceLayer {
   [[nodiscard]] Stream current_stream(Location device) const override;
   [[nodiscard]] FencePtr record_use(const Stream& stream) override;
   void wait(const Stream& stream, const FencePtr& fence) override;
+  void attach(std::weak_ptr<Reclaimer> reclaimer) override;
   [[nodiscard]] Usage usage(Location at) const override;
   void reset_peaks() override;
   void trim() noexcept override;
@@ -545,6 +547,15 @@ void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {
   refuse_while_capturing(handle, stream.device, "what is not ready cannot be waited for");
   const RelaxedCapture relaxed;
   (void)wait_on_stream(handle, fence, stream.device);
+}
+
+void CudaLayer::attach(std::weak_ptr<Reclaimer> reclaimer) {
+  add_tenant(
+      [weak = weak_from_this()](Location at) {
+        const std::shared_ptr<CudaLayer> layer = weak.lock();
+        return layer != nullptr && !layer->is_orphan() ? layer->find_memory(at) : nullptr;
+      },
+      std::move(reclaimer));
 }
 
 DeviceLayer::Usage CudaLayer::usage(Location at) const {

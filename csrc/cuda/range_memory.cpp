@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <iterator>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 
 #include "csrc/core/fork.h"
@@ -358,6 +359,35 @@ void RangeMemory::give_back(std::vector<Departing> departing) noexcept {
   for (const Departing& each : departing) {
     source_->give_back(each.segment.data, each.segment.nbytes, each.after);
   }
+}
+
+std::vector<RangeMemory::Emptiable> RangeMemory::emptiable(
+    std::span<const std::uintptr_t> beginnings) const {
+  std::unordered_map<std::uintptr_t, std::size_t> positions;
+  for (std::size_t i = 0; i < beginnings.size(); ++i) {
+    positions.emplace(beginnings[i], i);
+  }
+  std::vector<Emptiable> found;
+  const std::lock_guard lock(mutex_);
+  for (std::uint32_t number = 0; number < segments_.size(); ++number) {
+    const Segment& segment = segments_[number];
+    if (segment.data == nullptr) {
+      continue;
+    }
+    Emptiable emptiable{segment.nbytes, {}};
+    const std::vector<Range> live = ranges_.live_ranges(number);
+    for (const Range& range : live) {
+      const auto begin = reinterpret_cast<std::uintptr_t>(segment.data) +
+                         static_cast<std::uintptr_t>(range.begin.count());
+      if (const auto position = positions.find(begin); position != positions.end()) {
+        emptiable.leaving.push_back(position->second);
+      }
+    }
+    if (emptiable.leaving.size() == live.size()) {
+      found.push_back(std::move(emptiable));
+    }
+  }
+  return found;
 }
 
 void RangeMemory::trim() noexcept {

@@ -72,6 +72,12 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
 
   /// What the steps would do to the segments: goes through them in the books, and back.
   [[nodiscard]] SegmentBytes predict(std::span<const MemoryStep> steps);
+  struct Emptiable {
+    Bytes nbytes;                      ///< of the segment
+    std::vector<std::size_t> leaving;  ///< positions among the beginnings: those in the segment
+  };
+  /// The segments in which nothing lies but ranges that begin at these addresses.
+  [[nodiscard]] std::vector<Emptiable> emptiable(std::span<const std::uintptr_t> beginnings) const;
   /// Gives back every segment that is empty.
   void trim() noexcept;
   [[nodiscard]] DeviceLayer::Usage usage() const;

@@ -118,6 +118,10 @@ class RESIDENCY_API DeviceLayer {
   /// Makes the stream go on only after the fence. Throws `CaptureError`, `DeviceLostError`.
   virtual void wait(const Stream& stream, const FencePtr& fence) = 0;
 
+  /// Asks the manager for memory of devices that others need, while the allocator plugin is
+  /// installed.
+  virtual void attach(std::weak_ptr<Reclaimer> reclaimer) = 0;
+
   struct Usage {
     Bytes live;       ///< ranges in use
     Bytes peak_live;  ///< the most since `reset_peaks`

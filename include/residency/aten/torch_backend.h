@@ -45,6 +45,7 @@ class RESIDENCY_API TorchBackend final : public Backend {
   ~TorchBackend() override;
 
   void open(ManagerId manager, const ManagerOptions& options) override;
+  void attach(std::weak_ptr<Reclaimer> reclaimer) override;
   void close(bool wait) noexcept override;
 
   [[nodiscard]] std::string why_unavailable(Location location) const override;

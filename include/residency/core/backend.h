@@ -9,12 +9,13 @@
 #include <string_view>
 #include <vector>
 
+#include "residency/core/address_range.h"
 #include "residency/core/bytes.h"
 #include "residency/core/export.h"
 #include "residency/core/fence.h"
 #include "residency/core/handle.h"
-#include "residency/core/inline_vector.h"
 #include "residency/core/location.h"
+#include "residency/core/reclaim.h"
 #include "residency/core/source.h"
 #include "residency/core/spec.h"
 #include "residency/core/stream.h"
@@ -22,14 +23,6 @@
 namespace residency {
 
 struct ManagerOptions;
-
-/// Addresses that a block occupies, half open. Device and host addresses share one space.
-struct AddressRange {
-  std::uintptr_t begin = 0;
-  std::uintptr_t end = 0;
-  friend bool operator==(const AddressRange&, const AddressRange&) = default;
-};
-using AddressRanges = InlineVector<AddressRange, 1>;
 
 /// The memory (or file) of one materialization, as the backend keeps it. The core owns it through
 /// shared pointers, hands it back to the backend, and never looks at its bytes.
@@ -151,6 +144,9 @@ class RESIDENCY_API Backend {
   /// Called once by `Manager::create`, with the id of the manager that it serves from then on.
   /// Refuses what can never work (an unwritable disk directory) with a typed error.
   virtual void open(ManagerId manager, const ManagerOptions& options) = 0;
+  /// Called once after that where the manager gives up memory under pressure
+  /// (`ManagerOptions::reclaim`); the reclaimer is the manager.
+  virtual void attach(std::weak_ptr<Reclaimer> reclaimer);
   /// Called once when the manager has closed and every block was released; `wait` asks to wait
   /// for outstanding work and to join workers.
   virtual void close(bool wait) noexcept = 0;

@@ -10,6 +10,7 @@
 #include "residency/core/bytes.h"
 #include "residency/core/export.h"
 #include "residency/core/location.h"
+#include "residency/core/reclaim.h"
 #include "residency/core/stream.h"
 
 namespace residency {
@@ -38,6 +39,8 @@ struct ManagerOptions {
                                           LocationKind::kCuda, LocationKind::kDisk};
   /// Transitions kept; 0 keeps none.
   std::size_t trace_capacity = 4096;
+  /// What leaves a device under pressure. Takes the allocator plugin.
+  ReclaimMode reclaim = ReclaimMode::kOff;
   /// Giving up a materialization whose memory others keep alive is an `InUseError`.
   bool strict_aliases = false;
   /// Debug: leases compare bytes, so that writes which no version counter sees are found.

@@ -15,8 +15,11 @@ namespace residency {
 ///
 /// An allocation that runs out of memory is tried a second time: by then freed blocks that other
 /// streams were still using have been waited for, beside which the native allocator can fail
-/// (pytorch/pytorch#189504). When that does not help the caller gets the allocator's own
-/// `c10::OutOfMemoryError`, of the first time.
+/// (pytorch/pytorch#189504). When that does not help, managers whose `ManagerOptions::reclaim` says
+/// so give up the cheapest unprotected values whose departure empties enough whole segments of that
+/// device, which may wait for copies; nothing leaves where that would not do, while the thread
+/// captures a graph, or while allocations are routed into a pool. Then it is tried again. In the
+/// end the caller gets the allocator's own `c10::OutOfMemoryError`, of the first time.
 ///
 /// Thread-safe.
 class RESIDENCY_API CachingAllocatorPlugin {
@@ -34,6 +37,7 @@ class RESIDENCY_API CachingAllocatorPlugin {
   struct Counters {
     std::uint64_t num_pressed = 0;    ///< allocations that ran out of memory
     std::uint64_t num_recovered = 0;  ///< of those, given after all
+    std::uint64_t num_evicted = 0;    ///< values that left a device for them
   };
   /// Since the process began.
   [[nodiscard]] static Counters counters() noexcept;

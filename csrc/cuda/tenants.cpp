@@ -1,0 +1,128 @@
+#include "csrc/cuda/tenants.h"
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "csrc/core/cheapest_cover.h"
+
+namespace residency {
+namespace {
+
+struct Tenant {
+  std::function<std::shared_ptr<RangeMemory>(Location)> find_memory;
+  std::weak_ptr<Reclaimer> reclaimer;
+};
+
+struct Process {
+  /// Held while it is chosen what leaves, and not while it does: what is destroyed then may need
+  /// the GIL, whose holder may allocate. Managers are asked under it, so that it comes before
+  /// theirs.
+  std::mutex mutex;
+  std::vector<Tenant> tenants;
+  std::unordered_set<Handle> leaving;  // for some thread, which has counted their segments
+};
+
+Process& process() {
+  static Process& process = *new Process;  // allocations may outlive all else
+  return process;
+}
+
+struct Departure {
+  std::shared_ptr<Reclaimer> reclaimer;
+  Handle handle;
+};
+
+struct Choice {
+  std::vector<Departure> departures;
+  Bytes bytes;
+};
+
+/// With the mutex held.
+Choice choose(const Process& all, Location device, Bytes needed) {
+  std::vector<Departure> candidates;
+  std::vector<Bytes> costs;
+  std::vector<std::uintptr_t> beginnings;
+  std::vector<std::shared_ptr<RangeMemory>> memories;
+  for (const Tenant& tenant : all.tenants) {
+    const std::shared_ptr<Reclaimer> reclaimer = tenant.reclaimer.lock();
+    const auto memory = reclaimer != nullptr ? tenant.find_memory(device) : nullptr;
+    if (memory == nullptr) {
+      continue;
+    }
+    if (std::find(memories.begin(), memories.end(), memory) == memories.end()) {
+      memories.push_back(memory);
+    }
+    for (const Evictable& each : reclaimer->evictable(device)) {
+      if (each.ranges.size() != 0 && !all.leaving.contains(each.handle)) {
+        candidates.push_back({reclaimer, each.handle});
+        costs.push_back(each.cost);
+        beginnings.push_back(each.ranges.begin()->begin);
+      }
+    }
+  }
+  std::vector<RangeMemory::Emptiable> segments;
+  std::vector<CoverItem> items;
+  for (const auto& memory : memories) {
+    for (RangeMemory::Emptiable& segment : memory->emptiable(beginnings)) {
+      CoverItem item{segment.nbytes, {}, segment.leaving.size()};
+      for (const std::size_t candidate : segment.leaving) {
+        item.cost += costs[candidate];
+      }
+      items.push_back(item);
+      segments.push_back(std::move(segment));
+    }
+  }
+  Choice choice;
+  for (const std::size_t item :
+       cheapest_cover(items, needed).value_or(std::vector<std::size_t>())) {
+    choice.bytes += segments[item].nbytes;
+    for (const std::size_t candidate : segments[item].leaving) {
+      choice.departures.push_back(std::move(candidates[candidate]));
+    }
+  }
+  return choice;
+}
+
+}  // namespace
+
+void add_tenant(std::function<std::shared_ptr<RangeMemory>(Location)> find_memory,
+                std::weak_ptr<Reclaimer> reclaimer) {
+  Process& all = process();
+  std::vector<Tenant> gone;  // dies after the lock
+  const std::lock_guard lock(all.mutex);
+  const auto first = std::partition(all.tenants.begin(), all.tenants.end(),
+                                    [](const Tenant& each) { return !each.reclaimer.expired(); });
+  std::move(first, all.tenants.end(), std::back_inserter(gone));
+  all.tenants.erase(first, all.tenants.end());
+  all.tenants.push_back({std::move(find_memory), std::move(reclaimer)});
+}
+
+Eviction evict_for(Location device, Bytes needed, std::string_view why) {
+  Process& all = process();
+  Choice choice;
+  {
+    const std::lock_guard lock(all.mutex);
+    choice = choose(all, device, needed);
+    for (const Departure& each : choice.departures) {
+      all.leaving.insert(each.handle);
+    }
+  }
+  Eviction done;
+  for (const Departure& each : choice.departures) {
+    done.num_values += each.reclaimer->evict(each.handle, device, std::string(why)) ? 1U : 0U;
+  }
+  if (done.num_values == choice.departures.size()) {
+    done.bytes = choice.bytes;
+  }
+  const std::lock_guard lock(all.mutex);
+  for (const Departure& each : choice.departures) {
+    all.leaving.erase(each.handle);
+  }
+  return done;
+}
+
+}  // namespace residency
