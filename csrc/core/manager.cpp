@@ -19,9 +19,7 @@ std::shared_ptr<Manager> Manager::create(ManagerOptions options, std::shared_ptr
   auto state = std::make_shared<ManagerState>(id, std::move(options), std::move(backend));
   std::shared_ptr<Manager> manager(new Manager(state));
   register_manager(id, manager, state);
-  if (state->options().reclaim != ReclaimMode::kOff) {
-    state->backend().attach(state);
-  }
+  state->backend().attach(state);
   return manager;
 }
 

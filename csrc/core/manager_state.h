@@ -144,6 +144,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
 
   // Memory pressure (reclaim.cpp)
   [[nodiscard]] std::vector<Evictable> evictable(Location from) override;
+  [[nodiscard]] std::vector<Holder> holders(Location at) override;
   [[nodiscard]] bool evict(const Handle& handle, Location from,
                            const std::string& why) noexcept override;
 
@@ -317,10 +318,11 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
 
   // reclaim.cpp
   struct Leaving {
-    ResidencyAction action;
-    Bytes cost;
+    std::optional<ResidencyAction> action = std::nullopt;
+    Bytes cost = {};
+    std::string_view why_not = {};  // when there is no action
   };
-  [[nodiscard]] std::optional<Leaving> way_out(const ValueRecord& record, Location from);
+  [[nodiscard]] Leaving way_out(const ValueRecord& record, Location from);
 
   // carry_out.cpp
   ActionReport carry_out(Lock& lock, Trash& trash, Step& step, const ActionOptions& options,

@@ -41,22 +41,23 @@ class Decorator final : public caching::CUDAAllocator {
   c10::DataPtr allocate(std::size_t nbytes) override {
     try {
       return native_.allocate(nbytes);
-    } catch (const c10::OutOfMemoryError&) {
-      return after_pressure(nbytes, [&] { return native_.allocate(nbytes); });
+    } catch (c10::OutOfMemoryError& error) {
+      return after_pressure(error, nbytes, [&] { return native_.allocate(nbytes); });
     }
   }
   void* raw_alloc(std::size_t nbytes) override {
     try {
       return native_.raw_alloc(nbytes);
-    } catch (const c10::OutOfMemoryError&) {
-      return after_pressure(nbytes, [&] { return native_.raw_alloc(nbytes); });
+    } catch (c10::OutOfMemoryError& error) {
+      return after_pressure(error, nbytes, [&] { return native_.raw_alloc(nbytes); });
     }
   }
   void* raw_alloc_with_stream(std::size_t nbytes, cudaStream_t stream) override {
     try {
       return native_.raw_alloc_with_stream(nbytes, stream);
-    } catch (const c10::OutOfMemoryError&) {
-      return after_pressure(nbytes, [&] { return native_.raw_alloc_with_stream(nbytes, stream); });
+    } catch (c10::OutOfMemoryError& error) {
+      return after_pressure(error, nbytes,
+                            [&] { return native_.raw_alloc_with_stream(nbytes, stream); });
     }
   }
 
@@ -190,8 +191,9 @@ class Decorator final : public caching::CUDAAllocator {
   c10::DataPtr allocateWithAddress(std::size_t nbytes, void* address) override {
     try {
       return native_.allocateWithAddress(nbytes, address);
-    } catch (const c10::OutOfMemoryError&) {
-      return after_pressure(nbytes, [&] { return native_.allocateWithAddress(nbytes, address); });
+    } catch (c10::OutOfMemoryError& error) {
+      return after_pressure(error, nbytes,
+                            [&] { return native_.allocateWithAddress(nbytes, address); });
     }
   }
 #endif
@@ -233,21 +235,23 @@ class Decorator final : public caching::CUDAAllocator {
 
   /// Called while the allocator's error is handled: what the caller gets in the end.
   template <class Allocate>
-  std::invoke_result_t<Allocate> after_pressure(std::size_t nbytes, const Allocate& allocate) {
+  std::invoke_result_t<Allocate> after_pressure(c10::OutOfMemoryError& error, std::size_t nbytes,
+                                                const Allocate& allocate) {
     AllocationPressure* const pressure = pressure_.load(std::memory_order_acquire);
-    static thread_local bool is_making_room = false;  // which may allocate, and then not in turn
-    const auto makes_room = [&](int attempt) {
-      if (pressure == nullptr || is_making_room) {
-        return false;
-      }
+    // What makes room may allocate, and then not in turn.
+    static thread_local bool is_making_room = false;
+    if (pressure == nullptr || is_making_room) {
+      throw;
+    }
+    const c10::DeviceIndex device = c10::cuda::current_device();
+    AllocationPressure::Shortage shortage{device, nbytes, 1, num_pool_contexts(device) > 0};
+    const auto makes_room = [&] {
       is_making_room = true;
-      const c10::DeviceIndex device = c10::cuda::current_device();
-      const bool may_fit =
-          pressure->make_room({device, nbytes, attempt, num_pool_contexts(device) > 0});
+      const bool may_fit = pressure->make_room(shortage);
       is_making_room = false;
       return may_fit;
     };
-    for (int attempt = 1; makes_room(attempt); ++attempt) {
+    for (; makes_room(); ++shortage.attempt) {
       try {
         std::invoke_result_t<Allocate> given = allocate();
         pressure->recovered();
@@ -255,6 +259,9 @@ class Decorator final : public caching::CUDAAllocator {
       } catch (const c10::OutOfMemoryError&) {
         // The first error tells what there was before anything was tried.
       }
+    }
+    if (std::string more = pressure->explain(shortage); !more.empty()) {
+      error.add_context(std::move(more));
     }
     throw;
   }

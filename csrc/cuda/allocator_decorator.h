@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include <c10/core/Device.h>
 
@@ -25,6 +26,8 @@ class AllocationPressure {
   };
   /// True: the allocation is to be tried again.
   [[nodiscard]] virtual bool make_room(const Shortage& shortage) noexcept = 0;
+  /// What to add to the allocator's error when that is what the caller gets; may be empty.
+  [[nodiscard]] virtual std::string explain(const Shortage& shortage) = 0;
   /// It was given after all.
   virtual void recovered() noexcept = 0;
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <string>
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -56,6 +57,17 @@ class Pressure final : public AllocationPressure {
     } catch (...) {
       return false;  // there is no more than the allocator's own error to tell
     }
+  }
+  std::string explain(const Shortage& shortage) override {
+    const Location device = Location::cuda(shortage.device);
+    const std::string holders = describe_holders(device);
+    if (holders.empty()) {
+      return {};
+    }
+    return fmt::format("torch-residency: {}{}", holders,
+                       shortage.in_pool_context
+                           ? "; nothing leaves while allocations are routed into a pool or captured"
+                           : "");
   }
   void recovered() noexcept override { num_recovered_.fetch_add(1, std::memory_order_relaxed); }
   [[nodiscard]] CachingAllocatorPlugin::Counters counters() const noexcept {

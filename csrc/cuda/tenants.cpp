@@ -1,11 +1,14 @@
 #include "csrc/cuda/tenants.h"
 
 #include <algorithm>
+#include <iterator>
 #include <mutex>
 #include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
+
+#include <fmt/format.h>
 
 #include "csrc/core/cheapest_cover.h"
 
@@ -123,6 +126,43 @@ Eviction evict_for(Location device, Bytes needed, std::string_view why) {
     all.leaving.erase(each.handle);
   }
   return done;
+}
+
+std::string describe_holders(Location device) {
+  constexpr std::size_t kMostNamed = 5;
+  std::vector<std::shared_ptr<Reclaimer>> reclaimers;
+  {
+    Process& all = process();
+    const std::lock_guard lock(all.mutex);
+    for (const Tenant& tenant : all.tenants) {
+      if (auto reclaimer = tenant.reclaimer.lock(); reclaimer != nullptr) {
+        reclaimers.push_back(std::move(reclaimer));
+      }
+    }
+  }
+  std::vector<Holder> holders;
+  for (const auto& reclaimer : reclaimers) {
+    std::vector<Holder> more = reclaimer->holders(device);
+    std::move(more.begin(), more.end(), std::back_inserter(holders));
+  }
+  if (holders.empty()) {
+    return {};
+  }
+  std::stable_sort(holders.begin(), holders.end(),
+                   [](const Holder& a, const Holder& b) { return a.charge > b.charge; });
+  Bytes sum;
+  for (const Holder& each : holders) {
+    sum += each.charge;
+  }
+  std::string text = fmt::format("{} managed value(s) hold {} B at {}:", holders.size(),
+                                 sum.count(), to_string(device));
+  for (std::size_t i = 0; i < std::min(kMostNamed, holders.size()); ++i) {
+    const Holder& each = holders[i];
+    text += fmt::format(
+        "{} {} ({} B, {})", i == 0 ? "" : ",", to_string(each.handle), each.charge.count(),
+        each.why_it_stays.empty() ? "could leave, which is not enough" : each.why_it_stays);
+  }
+  return holders.size() > kMostNamed ? text + ", and others" : text;
 }
 
 }  // namespace residency

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <string_view>
 
 #include "csrc/cuda/range_memory.h"
@@ -25,5 +26,9 @@ struct Eviction {
 /// threads that do so at once each make room of their own. Called without any lock held; may wait
 /// for copies.
 [[nodiscard]] Eviction evict_for(Location device, Bytes needed, std::string_view why);
+
+/// The managed values at the device, the largest named, and why they stay; empty when there are
+/// none.
+[[nodiscard]] std::string describe_holders(Location device);
 
 }  // namespace residency

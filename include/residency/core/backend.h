@@ -144,8 +144,7 @@ class RESIDENCY_API Backend {
   /// Called once by `Manager::create`, with the id of the manager that it serves from then on.
   /// Refuses what can never work (an unwritable disk directory) with a typed error.
   virtual void open(ManagerId manager, const ManagerOptions& options) = 0;
-  /// Called once after that where the manager gives up memory under pressure
-  /// (`ManagerOptions::reclaim`); the reclaimer is the manager.
+  /// Called once after that: the manager, to be asked when memory runs out.
   virtual void attach(std::weak_ptr<Reclaimer> reclaimer);
   /// Called once when the manager has closed and every block was released; `wait` asks to wait
   /// for outstanding work and to join workers.

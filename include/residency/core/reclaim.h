@@ -26,6 +26,13 @@ struct Evictable {
   Bytes cost;  ///< bytes to be copied, now or to have it again; none when a copy is elsewhere
 };
 
+/// A value that takes memory of a location.
+struct Holder {
+  Handle handle;
+  Bytes charge;
+  std::string why_it_stays;  ///< empty when it could leave now
+};
+
 /// What a backend can ask of the manager that it serves when a location has no memory left.
 /// Thread-safe; to be called without any lock held; waits for no other call on a value.
 class RESIDENCY_API Reclaimer {
@@ -37,6 +44,8 @@ class RESIDENCY_API Reclaimer {
 
   /// In the order of registration. O(values).
   [[nodiscard]] virtual std::vector<Evictable> evictable(Location from) = 0;
+  /// By charge, the largest first, and then in the order of registration. O(values).
+  [[nodiscard]] virtual std::vector<Holder> holders(Location at) = 0;
   /// Makes the value leave, and returns when its memory has been given to the backend: after the
   /// copy, where that can fail. False, and nothing has changed, when it cannot leave any more.
   /// `why` names the plan in the trace.
