@@ -98,7 +98,9 @@ bool ManagerState::evict(const Handle& handle, Location from, const std::string&
   try {
     std::optional<ResidencyAction> action;
     {
+      Trash trash;
       const Lock lock(mutex_);
+      settle(trash);
       if (const ValueRecord* record = closed() ? nullptr : values_.find(handle).record;
           record != nullptr && record->find(from) != nullptr) {
         action = way_out(*record, from).action;

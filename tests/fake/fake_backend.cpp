@@ -793,6 +793,14 @@ void FakeBackend::open(ManagerId /*manager*/, const ManagerOptions& options) {
   }
 }
 
+void FakeBackend::attach(std::weak_ptr<Reclaimer> reclaimer) {
+  reclaimer_ = std::move(reclaimer);
+}
+
+std::shared_ptr<Reclaimer> FakeBackend::reclaimer() const {
+  return reclaimer_.lock();
+}
+
 void FakeBackend::close(bool wait) noexcept {
   probe("Backend::close");
   World::Lock lock(world_->mutex);

@@ -191,6 +191,9 @@ class FakeBackend : public Backend {
   ~FakeBackend() override;
 
   void open(ManagerId manager, const ManagerOptions& options) override;
+  void attach(std::weak_ptr<Reclaimer> reclaimer) override;
+  /// The manager, as it was attached.
+  [[nodiscard]] std::shared_ptr<Reclaimer> reclaimer() const;
   void close(bool wait) noexcept override;
   [[nodiscard]] std::string why_unavailable(Location location) const override;
   [[nodiscard]] Bytes occupied_bytes(const ValueSpec& spec, Location location) const override;
@@ -279,6 +282,7 @@ class FakeBackend : public Backend {
 
  private:
   std::shared_ptr<World> world_;
+  std::weak_ptr<Reclaimer> reclaimer_;
 };
 
 /// Produces a block with the seed's bytes; counts, and can fail or run a hook first.
