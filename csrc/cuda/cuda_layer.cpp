@@ -146,9 +146,8 @@ std::shared_ptr<EventFence> Enqueuing::enqueue_on(cudaStream_t stream) {
 
 /// For what is done besides the stream in question: the caller's current streams at the current
 /// device and at `at` are those that a capture would be of.
-void refuse_while_caller_captures(Location at, std::string_view what,
-                                  c10::DeviceIndex current_device = c10::cuda::current_device()) {
-  const Location current = Location::cuda(current_device);
+void refuse_while_caller_captures(Location at, std::string_view what) {
+  const Location current = Location::cuda(c10::cuda::current_device());
   const auto refuse_at = [&](Location device) {
     refuse_while_capturing(c10::cuda::getCurrentCUDAStream(index_of(device)).stream(), device,
                            what);
@@ -164,11 +163,10 @@ class Route {
  public:
   /// Throws `CaptureError`.
   Route(Location from, Location to) : to_device_(to.is_cuda()), device_(to_device_ ? to : from) {
-    const c10::DeviceIndex current = c10::cuda::current_device();
-    refuse_while_caller_captures(device_, "nothing is moved", current);
-    if (current != index_of(device_)) {  // it costs more than the question
-      guard_.emplace(index_of(device_));
-    }
+    refuse_while_caller_captures(device_, "nothing is moved");
+    // Also where c10 says that it is the current one: c10 puts off going back to a device that has
+    // no context yet, and CUDA is then still at another.
+    guard_.emplace(index_of(device_));
     streams_ = &streams_of(device_);
     if (from.is_cuda() && to.is_cuda() && from != to) {
       peers_ = Peers{from.cuda_index(), to.cuda_index()};

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <future>
 #include <random>
 #include <thread>
 
@@ -286,6 +287,35 @@ TEST_F(DeviceTier, CallersDeviceAndStreamAreWhatTheyWere) {
   }
   EXPECT_EQ(manager_->trace().back().destination, kOther);
   EXPECT_EQ(byte_of(handle, kOther), 8);
+}
+
+// PyTorch puts off the way back to a device without a context, so that CUDA is at the other one.
+// Not of the fixture, which gives each a context; and so it tells something in a process of its
+// own.
+TEST(DevicesWithoutContext, ThreadThatUsedAnotherDeviceFindsTheOneThatWasUsedMeanwhile) {
+  const auto manager = create_manager({}, {.devices = make_cuda_layer()});
+  const Handle handle = value(*manager, kMiB, 3, Mutability::kImmutable);
+  const Handle between = value(*manager, kMiB, 4, Mutability::kImmutable);
+  std::promise<void> used_other;
+  std::promise<void> used_device;
+  std::thread first([&] {
+    manager->ensure(handle, kOther).wait();
+    manager->ensure(handle, kPinned).wait();
+    used_other.set_value();
+    used_device.get_future().wait();
+    for (int i = 0; i < 3; ++i) {  // events of the other device would be used again
+      EXPECT_NO_THROW(manager->ensure(handle, kDevice).wait());
+      EXPECT_NO_THROW(manager->drop(handle, i < 2 ? kDevice : kOther));
+    }
+  });
+  used_other.get_future().wait();
+  std::thread second([&] { manager->ensure(between, kDevice).wait(); });
+  second.join();
+  used_device.set_value();
+  first.join();
+  EXPECT_EQ(byte_of(*manager, handle, kDevice), 3);
+  EXPECT_EQ(byte_of(*manager, between, kDevice), 4);
+  manager->close();
 }
 
 TEST_F(DeviceTier, StreamOfAnotherDeviceIsRefused) {
