@@ -17,6 +17,11 @@ die() {
   exit 1
 }
 
+# The comment that the script called begins with, up to its `set`.
+show_help() {
+  sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
+}
+
 # use_torch VERSION: sets TORCH_MINOR and PYTHON, the interpreter that has it.
 use_torch() {
   local version=$1

@@ -9,8 +9,6 @@ View::~View() = default;
 Source::~Source() = default;
 Backend::~Backend() = default;
 
-Reclaimer::~Reclaimer() = default;
-
 void Backend::attach(std::weak_ptr<Reclaimer>) {}
 
 std::exception_ptr Backend::copy_all(std::span<const CopyRequest> requests,

@@ -322,7 +322,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
     Bytes cost = {};
     std::string_view why_not = {};  // when there is no action
   };
-  [[nodiscard]] Leaving way_out(const ValueRecord& record, Location from);
+  [[nodiscard]] Leaving way_out(const ValueRecord& record, const Materialization& leaving);
 
   // carry_out.cpp
   ActionReport carry_out(Lock& lock, Trash& trash, Step& step, const ActionOptions& options,

@@ -8,22 +8,24 @@
 
 namespace residency {
 
+Reclaimer::~Reclaimer() = default;
+
 /// How a value that is there could leave without waiting, or why it cannot.
-ManagerState::Leaving ManagerState::way_out(const ValueRecord& record, Location from) {
-  const Materialization* leaving = record.find(from);
+ManagerState::Leaving ManagerState::way_out(const ValueRecord& record,
+                                            const Materialization& leaving) {
   if (options_.reclaim == ReclaimMode::kOff) {
     return {.why_not = "ManagerOptions::reclaim is off"};
   }
-  if (leaving->num_leases != 0) {
+  if (leaving.num_leases != 0) {
     return {.why_not = "leased"};
   }
-  if (leaving->num_holds != 0) {
+  if (leaving.num_holds != 0) {
     return {.why_not = "held"};
   }
   if (record.busy || record.num_pins != 0) {
     return {.why_not = "another call is at it"};
   }
-  if (backend_->is_shared(*leaving->block)) {
+  if (backend_->is_shared(*leaving.block)) {
     return {.why_not = "somebody else keeps its memory"};
   }
   const Handle handle = values_.handle_of(record);
@@ -32,11 +34,11 @@ ManagerState::Leaving ManagerState::way_out(const ValueRecord& record, Location 
     return verdict.feasible() && !verdict.waits;
   };
   const bool may_cost = options_.reclaim == ReclaimMode::kPolicy;
-  if (const ResidencyAction drop = DropResident{handle, from}; can_be(drop)) {
-    bool is_elsewhere = leaving->stale;
+  if (const ResidencyAction drop = DropResident{handle, leaving.location}; can_be(drop)) {
+    bool is_elsewhere = leaving.stale;
     for (const Materialization* each = record.first.get(); each != nullptr;
          each = each->next.get()) {
-      is_elsewhere |= each != leaving && !each->stale;
+      is_elsewhere |= each != &leaving && !each->stale;
     }
     if (is_elsewhere) {
       return {.action = drop};
@@ -53,7 +55,7 @@ ManagerState::Leaving ManagerState::way_out(const ValueRecord& record, Location 
     places.push_back(Location::disk(disk.name));
   }
   for (const Location place : places) {
-    if (const ResidencyAction move = MoveResident{handle, place, from}; can_be(move)) {
+    if (const ResidencyAction move = MoveResident{handle, place, leaving.location}; can_be(move)) {
       return {.action = move, .cost = record.spec.logical_bytes};
     }
   }
@@ -70,7 +72,7 @@ std::vector<Evictable> ManagerState::evictable(Location from) {
   settle(trash);
   values_.for_each_by_registration([&](const ValueRecord& record) {
     if (const Materialization* there = record.find(from); there != nullptr) {
-      if (const Leaving leaving = way_out(record, from); leaving.action.has_value()) {
+      if (const Leaving leaving = way_out(record, *there); leaving.action.has_value()) {
         found.push_back({values_.handle_of(record), there->block->address_ranges(), leaving.cost});
       }
     }
@@ -87,7 +89,7 @@ std::vector<Holder> ManagerState::holders(Location at) {
   values_.for_each_by_registration([&](const ValueRecord& record) {
     if (const Materialization* there = record.find(at); there != nullptr) {
       found.push_back(
-          {values_.handle_of(record), there->charge, std::string(way_out(record, at).why_not)});
+          {values_.handle_of(record), there->charge, std::string(way_out(record, *there).why_not)});
     }
   });
   std::ranges::stable_sort(found, std::ranges::greater(), &Holder::charge);
@@ -101,9 +103,10 @@ bool ManagerState::evict(const Handle& handle, Location from, const std::string&
       Trash trash;
       const Lock lock(mutex_);
       settle(trash);
-      if (const ValueRecord* record = closed() ? nullptr : values_.find(handle).record;
-          record != nullptr && record->find(from) != nullptr) {
-        action = way_out(*record, from).action;
+      const ValueRecord* record = closed() ? nullptr : values_.find(handle).record;
+      const Materialization* there = record != nullptr ? record->find(from) : nullptr;
+      if (there != nullptr) {
+        action = way_out(*record, *there).action;
       }
     }
     if (!action.has_value()) {

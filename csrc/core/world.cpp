@@ -216,14 +216,9 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
       note_given_back(residence);
     }
   };
-  const auto retires = [&](const Residence& residence) {
-    return residence.used_by_worker ||
-           (residence.read_by_copy && !backend_.reuses_in_device_order(residence.location));
-  };
-
   if (verdict.reason == Reason::kDiscarded) {
     for (const Residence& each : view.residences) {
-      give_up(each, each.block != nullptr && backend_.is_shared(*each.block), retires(each));
+      give_up(each, each.block != nullptr && backend_.is_shared(*each.block), each.used_by_worker);
     }
     view.residences.clear();
     view.ended = true;
@@ -296,7 +291,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
           if (departs) {
             view.find(*verdict.destination)->replaces = true;
           }
-          give_up(*given_up, each.escapes, departs || retires(*given_up));
+          give_up(*given_up, each.escapes, departs || given_up->used_by_worker);
           view.residences.erase(given_up);
         }
         break;

@@ -39,26 +39,13 @@ class Decorator final : public caching::CUDAAllocator {
   }
 
   c10::DataPtr allocate(std::size_t nbytes) override {
-    try {
-      return native_.allocate(nbytes);
-    } catch (c10::OutOfMemoryError& error) {
-      return after_pressure(error, nbytes, [&] { return native_.allocate(nbytes); });
-    }
+    return under_pressure(nbytes, [&] { return native_.allocate(nbytes); });
   }
   void* raw_alloc(std::size_t nbytes) override {
-    try {
-      return native_.raw_alloc(nbytes);
-    } catch (c10::OutOfMemoryError& error) {
-      return after_pressure(error, nbytes, [&] { return native_.raw_alloc(nbytes); });
-    }
+    return under_pressure(nbytes, [&] { return native_.raw_alloc(nbytes); });
   }
   void* raw_alloc_with_stream(std::size_t nbytes, cudaStream_t stream) override {
-    try {
-      return native_.raw_alloc_with_stream(nbytes, stream);
-    } catch (c10::OutOfMemoryError& error) {
-      return after_pressure(error, nbytes,
-                            [&] { return native_.raw_alloc_with_stream(nbytes, stream); });
-    }
+    return under_pressure(nbytes, [&] { return native_.raw_alloc_with_stream(nbytes, stream); });
   }
 
   // Allocator
@@ -189,12 +176,7 @@ class Decorator final : public caching::CUDAAllocator {
   // What some of the supported releases lack.
 #ifdef RESIDENCY_CUDA_ALLOCATOR_HAS_allocateWithAddress
   c10::DataPtr allocateWithAddress(std::size_t nbytes, void* address) override {
-    try {
-      return native_.allocateWithAddress(nbytes, address);
-    } catch (c10::OutOfMemoryError& error) {
-      return after_pressure(error, nbytes,
-                            [&] { return native_.allocateWithAddress(nbytes, address); });
-    }
+    return under_pressure(nbytes, [&] { return native_.allocateWithAddress(nbytes, address); });
   }
 #endif
 #ifdef RESIDENCY_CUDA_ALLOCATOR_HAS_markCaptureBegin
@@ -233,6 +215,14 @@ class Decorator final : public caching::CUDAAllocator {
     return num_pool_contexts_.at(static_cast<std::size_t>(device));
   }
 
+  template <class Allocate>
+  std::invoke_result_t<Allocate> under_pressure(std::size_t nbytes, const Allocate& allocate) {
+    try {
+      return allocate();
+    } catch (c10::OutOfMemoryError& error) {
+      return after_pressure(error, nbytes, allocate);
+    }
+  }
   /// Called while the allocator's error is handled: what the caller gets in the end.
   template <class Allocate>
   std::invoke_result_t<Allocate> after_pressure(c10::OutOfMemoryError& error, std::size_t nbytes,

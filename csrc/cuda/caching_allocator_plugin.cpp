@@ -11,6 +11,7 @@
 #include <pthread.h>
 
 #include "csrc/cuda/allocator_decorator.h"
+#include "csrc/cuda/device_segments.h"
 #include "csrc/cuda/tenants.h"
 
 namespace residency {
@@ -21,12 +22,14 @@ namespace caching = c10::cuda::CUDACachingAllocator;
 // c10/cuda/CUDACachingAllocator.cpp, get_allocation_size: what is asked of the device for a request
 // that nothing in the cache fits.
 Bytes segment_bytes(std::size_t nbytes) {
-  constexpr std::size_t kMiB = std::size_t{1} << 20;
-  if (nbytes <= kMiB) {
+  constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+  const Bytes request(static_cast<std::int64_t>(nbytes));
+  if (request <= Bytes(kMiB)) {
     return Bytes(2 * kMiB);
   }
-  return nbytes < 10 * kMiB ? Bytes(20 * kMiB)
-                            : Bytes(static_cast<std::int64_t>(nbytes)).rounded_up(2 * kMiB);
+  return request < DeviceSegments::kSmallestSegment
+             ? Bytes(20 * kMiB)
+             : request.rounded_up(DeviceSegments::kSegmentRounding);
 }
 
 /// What the process can still take of the device.
@@ -92,12 +95,12 @@ class Pressure final : public AllocationPressure {
     std::array<char, 16> thread{};
     (void)pthread_getname_np(pthread_self(), thread.data(), thread.size());
     const Location device = Location::cuda(shortage.device);
-    const Eviction eviction =
+    const std::uint64_t num_left =
         evict_for(device, wanted - spare,
                   fmt::format("{} B at {} asked for by thread '{}'", shortage.nbytes,
                               to_string(device), thread.data()));
-    num_evicted_.fetch_add(eviction.num_values, std::memory_order_relaxed);
-    return eviction.num_values != 0;
+    num_evicted_.fetch_add(num_left, std::memory_order_relaxed);
+    return num_left != 0;
   }
 
   std::atomic<std::uint64_t> num_pressed_{0};

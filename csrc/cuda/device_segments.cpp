@@ -10,15 +10,6 @@
 #include "csrc/cuda/streams.h"
 
 namespace residency {
-namespace {
-
-constexpr std::int64_t kMiB = std::int64_t{1} << 20;
-// c10/cuda/CUDACachingAllocator.cpp: kMinLargeAlloc and kRoundLarge. From the first on a request is
-// a segment of its own, rounded to the second.
-constexpr Bytes kSmallestSegment = Bytes(10 * kMiB);
-constexpr std::int64_t kSegmentRounding = 2 * kMiB;
-
-}  // namespace
 
 Bytes DeviceSegments::segment_bytes(Bytes request, Bytes) const {
   return std::max(request, kSmallestSegment).rounded_up(kSegmentRounding);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "csrc/cuda/range_memory.h"
@@ -14,6 +15,11 @@ class DeviceSegments final : public SegmentSource {
  public:
   /// What ranges begin at, as the caching allocator's blocks do.
   static constexpr Bytes kAlignment = Bytes(512);
+
+  /// c10/cuda/CUDACachingAllocator.cpp, kMinLargeAlloc and kRoundLarge: from the first on a request
+  /// is a segment of its own, rounded to the second.
+  static constexpr Bytes kSmallestSegment = Bytes(std::int64_t{10} << 20);
+  static constexpr std::int64_t kSegmentRounding = std::int64_t{2} << 20;
 
   explicit DeviceSegments(Location device) : location_(device) {}
 

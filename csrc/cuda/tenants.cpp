@@ -39,13 +39,8 @@ struct Departure {
   Handle handle;
 };
 
-struct Choice {
-  std::vector<Departure> departures;
-  Bytes bytes;
-};
-
 /// With the mutex held.
-Choice choose(const Process& all, Location device, Bytes needed) {
+std::vector<Departure> choose(const Process& all, Location device, Bytes needed) {
   std::vector<Departure> candidates;
   std::vector<Bytes> costs;
   std::vector<std::uintptr_t> beginnings;
@@ -79,15 +74,14 @@ Choice choose(const Process& all, Location device, Bytes needed) {
       segments.push_back(std::move(segment));
     }
   }
-  Choice choice;
+  std::vector<Departure> departures;
   for (const std::size_t item :
        cheapest_cover(items, needed).value_or(std::vector<std::size_t>())) {
-    choice.bytes += segments[item].nbytes;
     for (const std::size_t candidate : segments[item].leaving) {
-      choice.departures.push_back(std::move(candidates[candidate]));
+      departures.push_back(std::move(candidates[candidate]));
     }
   }
-  return choice;
+  return departures;
 }
 
 }  // namespace
@@ -104,28 +98,25 @@ void add_tenant(std::function<std::shared_ptr<RangeMemory>(Location)> find_memor
   all.tenants.push_back({std::move(find_memory), std::move(reclaimer)});
 }
 
-Eviction evict_for(Location device, Bytes needed, std::string_view why) {
+std::uint64_t evict_for(Location device, Bytes needed, const std::string& why) {
   Process& all = process();
-  Choice choice;
+  std::vector<Departure> departures;
   {
     const std::lock_guard lock(all.mutex);
-    choice = choose(all, device, needed);
-    for (const Departure& each : choice.departures) {
+    departures = choose(all, device, needed);
+    for (const Departure& each : departures) {
       all.leaving.insert(each.handle);
     }
   }
-  Eviction done;
-  for (const Departure& each : choice.departures) {
-    done.num_values += each.reclaimer->evict(each.handle, device, std::string(why)) ? 1U : 0U;
-  }
-  if (done.num_values == choice.departures.size()) {
-    done.bytes = choice.bytes;
+  std::uint64_t num_left = 0;
+  for (const Departure& each : departures) {
+    num_left += each.reclaimer->evict(each.handle, device, why) ? 1U : 0U;
   }
   const std::lock_guard lock(all.mutex);
-  for (const Departure& each : choice.departures) {
+  for (const Departure& each : departures) {
     all.leaving.erase(each.handle);
   }
-  return done;
+  return num_left;
 }
 
 std::string describe_holders(Location device) {

@@ -2,7 +2,6 @@
 #include <cstring>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include <ATen/ops/empty.h>
 #include <residency/aten/manager.h>

@@ -4,14 +4,13 @@
 #include "residency/cuda/caching_allocator_plugin.h"
 
 #include <atomic>
+#include <memory>
+#include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
-#include <ATen/Context.h>
-#include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
 #include "residency/core/errors.h"
@@ -26,6 +25,13 @@ constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::
 
 std::int64_t allocated_bytes() {
   return allocator::getDeviceStats(0).allocated_bytes[kAll].current;
+}
+
+/// Not PyTorch's own, and with no memory to give.
+std::shared_ptr<allocator::CUDAAllocator> make_foreign() {
+  return torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
+      [](std::size_t, int, cudaStream_t) -> void* { return nullptr; },
+      [](void*, std::size_t, int, cudaStream_t) {});
 }
 
 class PluginTest : public CudaTest {
@@ -174,10 +180,7 @@ TEST_F(PluginTest, ErrorIsTheAllocatorsOwn) {
 }
 
 TEST_F(PluginTest, AnotherAllocatorIsRefused) {
-  namespace pluggable = torch::cuda::CUDAPluggableAllocator;
-  const auto foreign = pluggable::createCustomAllocator(
-      [](std::size_t, int, cudaStream_t) -> void* { return nullptr; },
-      [](void*, std::size_t, int, cudaStream_t) {});
+  const auto foreign = make_foreign();
   allocator::allocator.store(foreign.get());
   try {
     CachingAllocatorPlugin::install();
@@ -191,12 +194,9 @@ TEST_F(PluginTest, AnotherAllocatorIsRefused) {
 }
 
 TEST_F(PluginTest, StaysBehindAnAllocatorThatWasPutBeforeIt) {
-  namespace pluggable = torch::cuda::CUDAPluggableAllocator;
   CachingAllocatorPlugin::install();
   allocator::CUDAAllocator* const plugin = allocator::get();
-  const auto foreign = pluggable::createCustomAllocator(
-      [](std::size_t, int, cudaStream_t) -> void* { return nullptr; },
-      [](void*, std::size_t, int, cudaStream_t) {});
+  const auto foreign = make_foreign();
   allocator::allocator.store(foreign.get());
   EXPECT_FALSE(CachingAllocatorPlugin::is_installed());
   EXPECT_FALSE(CachingAllocatorPlugin::remove());

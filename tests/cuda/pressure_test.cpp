@@ -7,7 +7,6 @@
 #include <thread>
 #include <vector>
 
-#include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 
@@ -35,8 +34,8 @@ class PressureTest : public CudaTest {
     managers_.push_back(create_manager(std::move(options), {.devices = make_cuda_layer()}));
     return *managers_.back();
   }
-  /// Values on the device that take up one and a half of what `part_` is of it, each in a segment
-  /// of its own; copies of them stay on the host.
+  /// Values of `part_` bytes on the device, each in a segment of its own; copies of them stay on
+  /// the host.
   std::vector<Handle> fill(Manager& manager, int num_values = kNumParts - 1) {
     std::vector<Handle> handles;
     for (int i = 0; i < num_values; ++i) {
@@ -56,7 +55,7 @@ class PressureTest : public CudaTest {
   static std::uint64_t num_evicted() { return CachingAllocatorPlugin::counters().num_evicted; }
 
   static constexpr int kNumParts = 8;
-  /// All but one of so many fill what is free of the device, with some bytes left.
+  /// So many of them fill what is free of the device: `fill` leaves room for one.
   const std::int64_t part_ = [] {
     std::size_t free_bytes = 0;
     std::size_t total_bytes = 0;

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
-#include <cstdlib>
 #include <random>
 #include <string>
 
@@ -33,12 +31,7 @@ class RandomMoves : public CudaTest {
   };
 
   void SetUp() override {
-    const char* chosen = std::getenv("RESIDENCY_SEED");
-    seed_ = chosen != nullptr ? static_cast<std::uint32_t>(std::strtoul(chosen, nullptr, 10))
-                              : std::random_device()();
     random_.seed(seed_);
-    std::printf("RESIDENCY_SEED=%u\n", seed_);
-    std::fflush(stdout);  // it may crash, or hang
     for (int i = 0; i < 4; ++i) {
       streams_.push_back(c10::cuda::getStreamFromPool(false, 0));
       streams_.push_back(c10::cuda::getStreamFromPool(false, 1));
@@ -54,12 +47,7 @@ class RandomMoves : public CudaTest {
   Value& any_value() { return values_[below(values_.size())]; }
   Location any_location() { return places_[below(places_.size())]; }
   ResidencyAction any_action(const Handle& handle) {
-    const Location at = any_location();
-    switch (below(4)) {
-      case 0: return DropResident{handle, at};
-      case 1: return MoveResident{handle, at, std::nullopt};
-      default: return EnsureResident{handle, at};
-    }
+    return random_action(random_, handle, any_location());
   }
   c10::cuda::CUDAStream any_stream(Location at) {
     return streams_[2 * below(4) + static_cast<std::size_t>(at.cuda_index())];
@@ -133,7 +121,7 @@ class RandomMoves : public CudaTest {
     reads_.clear();
   }
 
-  std::uint32_t seed_ = 0;
+  const std::uint32_t seed_ = chosen_seed();
   std::mt19937 random_;
   const std::vector<Location> places_ = {kHost, kPinned, kPinned, kDevice, kDevice, kOther};
   std::vector<c10::cuda::CUDAStream> streams_;

@@ -4,11 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdio>
-#include <cstdlib>
-#include <mutex>
 #include <random>
-#include <string>
 #include <thread>
 
 #include <c10/cuda/CUDAStream.h>
@@ -72,12 +68,7 @@ class Caller {
     return places.at(static_cast<std::size_t>(kKinds.at(below(kKinds.size()))));
   }
   ResidencyAction any_action(const Handle& handle) {
-    const Location at = any_location();
-    switch (below(4)) {
-      case 0: return DropResident{handle, at};
-      case 1: return MoveResident{handle, at, std::nullopt};
-      default: return EnsureResident{handle, at};
-    }
+    return random_action(random_, handle, any_location());
   }
   static void expect_all(const void* data, std::int64_t nbytes, std::size_t byte) {
     const auto* bytes = static_cast<const unsigned char*>(data);
@@ -116,12 +107,7 @@ class RandomThreads : public CudaTest {};
 TEST_F(RandomThreads, WhoeverReadsFindsTheBytesOfTheValue) {
   constexpr int kNumThreads = 4;
   constexpr int kNumCalls = 400;
-  const char* chosen = std::getenv("RESIDENCY_SEED");
-  const auto seed = chosen != nullptr
-                        ? static_cast<std::uint32_t>(std::strtoul(chosen, nullptr, 10))
-                        : std::random_device()();
-  std::printf("RESIDENCY_SEED=%u\n", seed);
-  std::fflush(stdout);  // it may crash, or hang
+  const std::uint32_t seed = chosen_seed();
   const std::shared_ptr<DeviceLayer> layer = make_cuda_layer();
   std::vector<Shared> managers(2);
   for (Shared& shared : managers) {

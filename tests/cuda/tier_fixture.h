@@ -3,8 +3,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -35,6 +39,26 @@ inline Handle value(Manager& manager, std::int64_t nbytes, int byte, Mutability 
   TensorResident fields({{"x", std::move(tensor)}});
   return adopt(manager, std::move(fields),
                {.mode = ReplicaMode::kReplicable, .mutability = mutability});
+}
+
+/// RESIDENCY_SEED, or a fresh seed. Printed at once: the test may crash, or hang.
+inline std::uint32_t chosen_seed() {
+  const char* chosen = std::getenv("RESIDENCY_SEED");
+  const auto seed = chosen != nullptr
+                        ? static_cast<std::uint32_t>(std::strtoul(chosen, nullptr, 10))
+                        : std::random_device()();
+  std::printf("RESIDENCY_SEED=%u\n", seed);
+  std::fflush(stdout);
+  return seed;
+}
+
+/// Ensure, twice as often as move or drop.
+inline ResidencyAction random_action(std::mt19937& random, const Handle& handle, Location at) {
+  switch (random() % 4) {
+    case 0: return DropResident{handle, at};
+    case 1: return MoveResident{handle, at, std::nullopt};
+    default: return EnsureResident{handle, at};
+  }
 }
 
 /// The value's bytes where it is, all equal, or -1.
