@@ -43,7 +43,8 @@ struct ManagerOptions {
   ReclaimMode reclaim = ReclaimMode::kOff;
   /// Giving up a materialization whose memory others keep alive is an `InUseError`.
   bool strict_aliases = false;
-  /// Debug: leases compare bytes, so that writes which no version counter sees are found.
+  /// Debug: leases compare bytes, so that writes which no version counter sees are found. In host
+  /// memory alone: on a device a comparison would wait.
   bool checksum_leases = false;
 };
 
