@@ -212,7 +212,7 @@ bool engine_is_blocking(FileEngine engine) {
 
 struct TorchBackend::State {
   TorchBackendOptions options;
-  const std::uint64_t generation = fork_generation();
+  const std::uint64_t generation = device_generation();
   bool opened = false;
   bool closed = false;
   // Fixed between open and close.
@@ -229,7 +229,7 @@ struct TorchBackend::State {
     std::vector<Retiring> blocks;
     // Lets the many calls with nothing retiring pass without the mutex.
     std::atomic<bool> any{false};
-    const std::uint64_t generation = fork_generation();
+    const std::uint64_t generation = device_generation();
 
     /// Takes both, unless it throws.
     void add(BlockPtr& block, std::vector<FencePtr>& after) {
@@ -241,7 +241,7 @@ struct TorchBackend::State {
     }
     // Blocks die outside the mutex.
     void free_completed() {
-      if (!any.load(std::memory_order_acquire) || generation != fork_generation()) {
+      if (!any.load(std::memory_order_acquire) || generation != device_generation()) {
         return;
       }
       std::vector<Retiring> dead;
@@ -286,7 +286,7 @@ struct TorchBackend::State {
   FencePtr start_ahead(TransferWorker::Kind when_needed, Transfer transfer);
 
   /// In a forked child, where the threads that held its mutexes and those that copy do not exist.
-  [[nodiscard]] bool is_orphan() const noexcept { return generation != fork_generation(); }
+  [[nodiscard]] bool is_orphan() const noexcept { return generation != device_generation(); }
   [[nodiscard]] DeviceLayer& devices() const noexcept { return *options.devices; }
   /// The block to overwrite, if it can be.
   [[nodiscard]] static std::shared_ptr<TensorBlock> overwritten(const CopyRequest& request,
@@ -297,6 +297,18 @@ struct TorchBackend::State {
   CopyResult copy_on_stream(const CopyRequest& request, const TensorBlock& source);
   /// Before a copy that may go through the buffers of a device.
   void hold_staging(const CopyRequest& request);
+  /// Whether nothing is under way that needs this backend or its devices.
+  [[nodiscard]] bool has_ended() noexcept {
+    retirement->free_completed();
+    if (retirement->any || !transfers->is_idle()) {
+      return false;
+    }
+    staging.clear();  // nobody else has the backend any more
+    const bool is_trimmed = options.devices == nullptr || options.devices->trim();
+    return is_trimmed || options.devices.use_count() > 1;  // the others will
+  }
+  /// Has a thread keep it until then.
+  static void leave_behind(std::unique_ptr<State> state) noexcept;
   /// Has a copy ahead of need enqueued little by little.
   void pace(const FencePtr& copy) noexcept;
   /// A complete copy at the same location. Waits on the host.
@@ -491,7 +503,21 @@ TorchBackend::TorchBackend(TorchBackendOptions options) : state_(std::make_uniqu
 TorchBackend::~TorchBackend() {
   close(/*wait=*/false);
   if (state_->is_orphan()) {
-    (void)state_.release();  // a thread of the parent may have been in the middle of changing it
+    (void)state_.release();  // another thread may have been in the middle of changing it
+  } else if (!state_->has_ended()) {
+    State::leave_behind(std::move(state_));
+  }
+}
+
+void TorchBackend::State::leave_behind(std::unique_ptr<State> state) noexcept {
+  const std::shared_ptr<State> left = std::move(state);
+  try {
+    // The thread lives as long as the work, which holds it.
+    const std::shared_ptr<TransferWorker> worker =
+        TransferWorker::shared(TransferWorker::Kind::kPace);
+    worker->submit([left, worker](FileIo&) { return left->has_ended(); });
+  } catch (...) {
+    new std::shared_ptr<State>(left);  // no thread for it: what is in use must not be freed
   }
 }
 
@@ -544,7 +570,7 @@ void TorchBackend::close(bool wait) noexcept {
     }
     state_->staging.clear();
     if (state_->options.devices != nullptr) {
-      state_->devices().trim();
+      (void)state_->devices().trim();
     }
   }
 }
@@ -595,6 +621,17 @@ TransferPath TorchBackend::path(Location from, Location to) const {
   // Within host memory one thread copies, and nothing can fail.
   const bool is_staged = (from.is_cuda() || to.is_cuda()) && !goes_on_stream(from, to);
   return is_staged ? TransferPath::kStaged : TransferPath::kDirect;
+}
+
+bool TorchBackend::is_lost(Location location) const {
+  return location.is_cuda() && state_->options.devices != nullptr &&
+         state_->devices().is_lost(location);
+}
+
+void TorchBackend::check_answers(Location location) {
+  if (location.is_cuda() && state_->options.devices != nullptr) {
+    state_->devices().check_answers(location);
+  }
 }
 
 bool TorchBackend::reuses_in_device_order(Location location) const {
@@ -882,12 +919,12 @@ FencePtr TorchBackend::record_use(const Stream& stream) {
              : Backend::record_use(stream);
 }
 
-DeviceLayer::DeviceLayer() : generation_(fork_generation()) {}
+DeviceLayer::DeviceLayer() : generation_(device_generation()) {}
 
 DeviceLayer::~DeviceLayer() = default;
 
 bool DeviceLayer::is_orphan() const noexcept {
-  return generation_ != fork_generation();
+  return generation_ != device_generation();
 }
 
 void DeviceLayer::refuse_in_forked_child() const {

@@ -2,10 +2,12 @@
 
 #include <array>
 #include <chrono>
+#include <cstdlib>
 #include <list>
 #include <new>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include <pthread.h>
 
@@ -24,6 +26,11 @@ void TransferGroup::end() {
   if (--num_outstanding_ == 0) {
     idle_.notify_all();
   }
+}
+
+bool TransferGroup::is_idle() {
+  const std::lock_guard lock(mutex_);
+  return num_outstanding_ == 0;
 }
 
 void TransferGroup::wait_until_idle() {
@@ -47,9 +54,12 @@ thread_local Here t_here;
 struct TransferWorker::State {
   std::mutex mutex;
   std::condition_variable changed;
+  std::condition_variable left;  // by the thread, as the process exits
   std::list<Work> queue;
   bool stopping = false;
+  bool is_at_work = false;
   std::thread thread;
+  const std::uint64_t generation = device_generation();
 
   void run(Kind kind) {
     constexpr std::array kNames = {"residency-disk", "residency-stage", "residency-ahead",
@@ -63,16 +73,20 @@ struct TransferWorker::State {
     for (;;) {
       {
         std::unique_lock lock(mutex);
+        is_at_work = false;
         queue.splice(queue.end(), work);
         if (num_stalled != 0 && num_stalled >= queue.size()) {
           changed.wait_for(lock, kPatience);
           num_stalled = 0;
         }
-        changed.wait(lock, [this] { return stopping || !queue.empty(); });
-        if (queue.empty()) {
+        const auto is_exiting = [this] { return generation != device_generation(); };
+        changed.wait(lock, [&] { return stopping || !queue.empty() || is_exiting(); });
+        if (queue.empty() || is_exiting()) {
+          left.notify_all();
           return;
         }
         work.splice(work.end(), queue, queue.begin());
+        is_at_work = true;
       }
       if (work.front()(io)) {
         work.clear();
@@ -84,16 +98,16 @@ struct TransferWorker::State {
   }
 };
 
-namespace {
-
-struct Registry {
+struct TransferWorker::Registry {
   std::mutex mutex;
   std::array<std::weak_ptr<TransferWorker>, TransferWorker::kNumKinds> workers;
   std::uint64_t generation = 0;
+  // Also of those that were let go of, while their threads go on.
+  std::vector<std::weak_ptr<State>> known;
 };
 
 // Never destroyed: static objects of others may still use it while the process ends.
-Registry& registry() {
+TransferWorker::Registry& TransferWorker::registry() {
   static auto* const instance = [] {
     auto* const made = new Registry;
     // A fork while another thread holds the mutex would leave it locked in the child for ever.
@@ -104,29 +118,56 @@ Registry& registry() {
   return *instance;
 }
 
-}  // namespace
+void TransferWorker::end_with_process() {
+  (void)std::atexit([] { end_all(); });
+}
+
+void TransferWorker::end_all() noexcept {
+  constexpr auto kMost = std::chrono::seconds(2);
+  const auto until = std::chrono::steady_clock::now() + kMost;
+  const std::uint64_t generation = device_generation();
+  end_devices();
+  std::vector<std::weak_ptr<State>> known;
+  {
+    const std::lock_guard lock(registry().mutex);
+    known.swap(registry().known);
+  }
+  for (const auto& each : known) {
+    const std::shared_ptr<State> state = each.lock();
+    if (state == nullptr || state->generation != generation || state.get() == t_here.state) {
+      continue;  // its thread has ended, is the parent's, or is this one
+    }
+    std::unique_lock lock(state->mutex);
+    state->changed.notify_all();
+    state->left.wait_until(lock, until, [&] { return !state->is_at_work; });
+  }
+}
 
 std::shared_ptr<TransferWorker> TransferWorker::shared(Kind kind) {
   Registry& shared = registry();
   const std::lock_guard lock(shared.mutex);
-  if (shared.generation != fork_generation()) {
+  if (shared.generation != device_generation()) {
     shared.workers = {};
-    shared.generation = fork_generation();
+    shared.generation = device_generation();
   }
   std::weak_ptr<TransferWorker>& known = shared.workers[static_cast<std::size_t>(kind)];
   auto worker = known.lock();
   if (worker == nullptr) {
     worker = std::make_shared<TransferWorker>(kind);
+    std::erase_if(shared.known, [](const auto& each) { return each.expired(); });
+    shared.known.push_back(worker->state_);
+    static std::once_flag once;
+    std::call_once(once, end_with_process);
     known = worker;
   }
   return worker;
 }
 
 TransferWorker::TransferWorker(Kind kind)
-    : kind_(kind), state_(std::make_shared<State>()), generation_(fork_generation()) {}
+    : kind_(kind), state_(std::make_shared<State>()), generation_(device_generation()) {}
 
 TransferWorker::~TransferWorker() {
-  if (generation_ != fork_generation()) {
+  if (generation_ != device_generation()) {
     // The thread and whoever held the mutex stayed in the parent; the state is left as it is.
     new std::shared_ptr<State>(std::move(state_));
     return;
@@ -162,7 +203,7 @@ bool TransferWorker::run_here(const Work& work) {
 }
 
 void TransferWorker::release_and_join(std::shared_ptr<TransferWorker> worker) noexcept {
-  if (worker == nullptr || worker->generation_ != fork_generation()) {
+  if (worker == nullptr || worker->generation_ != device_generation()) {
     return;
   }
   std::thread thread;
@@ -192,10 +233,10 @@ thread_local const WorkerFence* t_ended = nullptr;
 
 }  // namespace
 
-WorkerFence::WorkerFence() : generation_(fork_generation()) {}
+WorkerFence::WorkerFence() : generation_(device_generation()) {}
 
 bool WorkerFence::is_orphan() const noexcept {
-  return generation_ != fork_generation() && Fence::poll() == FenceStatus::kPending;
+  return generation_ != device_generation() && Fence::poll() == FenceStatus::kPending;
 }
 
 WorkerFence::Ended::Ended(const WorkerFence& fence) noexcept {
@@ -229,8 +270,8 @@ void WorkerFence::wait() {
 
 std::exception_ptr WorkerFence::error() const {
   return is_orphan() ? std::make_exception_ptr(ForkError(
-                           "this process was forked while the transfer was in flight; the thread "
-                           "that carries it out exists only in the parent"))
+                           "this process was forked, or exits, while the transfer was in flight; "
+                           "the thread that carries it out does not exist here any more"))
                      : Fence::error();
 }
 

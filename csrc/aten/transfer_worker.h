@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "csrc/aten/file_io.h"
+#include "residency/core/export.h"
 #include "residency/core/fence.h"
 
 namespace residency {
@@ -19,6 +20,7 @@ class TransferGroup {
   void begin();
   void end();
   void wait_until_idle();
+  [[nodiscard]] bool is_idle();
   /// Makes transfers of this group end soon, as failed.
   void abandon() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
   [[nodiscard]] const std::atomic<bool>& abandoned() const noexcept { return abandoned_; }
@@ -34,7 +36,7 @@ class TransferGroup {
 /// for both of them ahead of need, and one that enqueues the other copies ahead of need. It carries
 /// out work in the order in which it was submitted, whoever submitted it; what cannot go on lets
 /// the others pass. Started by the first `submit` while somebody holds it; the thread ends with the
-/// last holder. Thread-safe.
+/// last holder, or the process. Thread-safe.
 class TransferWorker {
  public:
   /// False: to be called again, after the others.
@@ -57,16 +59,24 @@ class TransferWorker {
   [[nodiscard]] bool run_here(const Work& work);
   /// Gives up a reference; when it was the last, waits until the thread has ended.
   static void release_and_join(std::shared_ptr<TransferWorker> worker) noexcept;
+  /// Has the threads end when the process exits, before the static objects that are there by now
+  /// are destroyed: they use c10's. What is under way has two seconds to come to a point where it
+  /// can be left. To be called by whoever has just used what a thread will use.
+  RESIDENCY_API static void end_with_process();
 
  private:
   struct State;
+  struct Registry;
+  static Registry& registry();
+  static void end_all() noexcept;
   const Kind kind_;
   std::shared_ptr<State> state_;
   std::uint64_t generation_;
 };
 
-/// The completion of a transfer by such a thread. In a forked child, where that thread does not
-/// exist, one that was pending has failed with `ForkError`, and nothing waits for it.
+/// The completion of a transfer by such a thread. In a forked child, and once the process exits,
+/// where that thread does not exist, one that was pending has failed with `ForkError`, and nothing
+/// waits for it.
 class WorkerFence final : public Fence {
  public:
   WorkerFence();

@@ -82,6 +82,9 @@ ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOp
 ActionReport ManagerState::perform_in_turn(Lock& lock, Trash& trash, const ResidencyAction& action,
                                            const ActionOptions& options, Step& step,
                                            const PlanName& plan, bool pin) {
+  if (step.record != nullptr && !options.prefetch) {
+    make_certain(lock, trash, *step.record);
+  }
   while (true) {
     check_open();
     if (step.record != nullptr && step.record->has_settled_arrival()) {

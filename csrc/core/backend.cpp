@@ -24,6 +24,12 @@ std::exception_ptr Backend::copy_all(std::span<const CopyRequest> requests,
   return nullptr;
 }
 
+bool Backend::is_lost(Location) const {
+  return false;
+}
+
+void Backend::check_answers(Location) {}
+
 Bytes Backend::staging_bytes(Location, Location) const {
   return Bytes();
 }

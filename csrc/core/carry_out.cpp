@@ -20,6 +20,27 @@ bool makes(const Transition& transition) noexcept {
 
 }  // namespace
 
+/// The devices that alone have the value once a materialization was given up for which no copy is
+/// made: one of them must answer still. Empty when it is somewhere else too.
+std::vector<Location> ManagerState::relied_on_without(const ValueRecord& record,
+                                                      const Materialization& given_up,
+                                                      const Verdict& verdict) const {
+  std::vector<Location> devices;
+  if (verdict.reason != Reason::kReleased || given_up.stale || record.can_be_made_again()) {
+    return devices;
+  }
+  for (const Materialization* each = record.first.get(); each != nullptr; each = each->next.get()) {
+    if (each == &given_up || !is_good(*each)) {
+      continue;
+    }
+    if (!each->location.is_cuda()) {
+      return {};
+    }
+    devices.push_back(each->location);
+  }
+  return devices;
+}
+
 /// What `make` needs of the record, collected under the mutex: releases of leases change
 /// materializations without having the turn.
 ManagerState::Inputs ManagerState::collect_inputs(const ValueRecord& record,
@@ -44,6 +65,7 @@ ManagerState::Inputs ManagerState::collect_inputs(const ValueRecord& record,
         if (!each.temporary) {
           inputs.given_up = from->block;
           inputs.given_up_is_read = i > 0 && verdict.transitions[i - 1].from == each.from;
+          inputs.relied_on = relied_on_without(record, *from, verdict);
         }
         break;
     }
@@ -108,11 +130,26 @@ void ManagerState::keep_made(Step& step, BlockPtr& block) {
   step.made.arriving->block = std::move(block);
 }
 
+/// Throws `DeviceLostError` when none of the devices answers any more. Runs in the open.
+void ManagerState::check_one_answers(std::span<const Location> devices) {
+  for (std::size_t i = 0; i < devices.size(); ++i) {
+    try {
+      backend_->check_answers(devices[i]);
+      return;
+    } catch (const DeviceLostError&) {
+      if (i + 1 == devices.size()) {
+        throw;
+      }
+    }
+  }
+}
+
 /// Runs in the open. Throws with nothing of the backend's left behind: what is not certain to
 /// succeed comes before the copy.
 void ManagerState::make(Step& step, const Inputs& inputs, const ActionOptions& options) {
   Made& made = step.made;
   if (inputs.given_up) {
+    check_one_answers(inputs.relied_on);
     made.escape_watch = backend_->watch_escape(*inputs.given_up);
   }
   BlockPtr made_block;
@@ -131,12 +168,13 @@ void ManagerState::make(Step& step, const Inputs& inputs, const ActionOptions& o
         made.fence = std::move(result.ready);
         made.path = result.path;
         made.blocked = result.blocked;
+        made.fails_later = made.fence && (result.put_off || can_fail_later(made.path));
         if (each.kind == TransitionKind::kCopy) {
           made_block = std::move(result.block);
         }
       }
     }
-    if (inputs.given_up_is_read && made.fence && can_fail_later(made.path)) {
+    if (inputs.given_up_is_read && made.fails_later) {
       made.fence->retain_until_success(inputs.given_up);
     }
     if (made_block) {
@@ -206,7 +244,7 @@ void ManagerState::publish_made(Step& step, const Transition& transition, Trash&
     ledger_.list(transition.to);
   }
   target->set_ready(made.fence);
-  target->fails_later = made.fence && can_fail_later(made.path);
+  target->fails_later = made.fails_later;
   target->replaces = false;
   // Written while it was being copied, by somebody who did not say so.
   target->stale = record.content_epoch != step.content_epoch;
@@ -268,7 +306,6 @@ void ManagerState::publish(Step& step, Trash& trash, std::vector<Release>& relea
                            const PlanName& plan, ActionReport& report) {
   ValueRecord& record = *step.record;
   Made& made = step.made;
-  const bool fails_later = made.fence && can_fail_later(made.path);
   report.gave_up_shared_ = made.escape_watch != nullptr;
   if (step.staging.has_value()) {
     ledger_.list(Location::pinned_host());
@@ -280,7 +317,7 @@ void ManagerState::publish(Step& step, Trash& trash, std::vector<Release>& relea
         continue;
       }
       publish_made(step, each, trash);
-      if (fails_later) {
+      if (made.fails_later) {
         arrival = &arrivals_.emplace_back();
         arrival->handle = step.handle;
         arrival->at = each.to;
@@ -309,7 +346,7 @@ void ManagerState::publish(Step& step, Trash& trash, std::vector<Release>& relea
   entry.waited |= made.blocked;
   trace_.append(entry, made.fence, plan);
   report.record_ = std::move(entry);
-  if (fails_later) {
+  if (made.fails_later) {
     report.state_ = shared_from_this();
   }
   report.fence_ = std::move(made.fence);

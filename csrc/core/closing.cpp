@@ -26,7 +26,7 @@ void ManagerState::close(const CloseOptions& options) {
       bool elsewhere = record.can_be_made_again() || record.discarded;
       for (const Materialization* each = record.first.get(); each != nullptr;
            each = each->next.get()) {
-        (each->location.is_disk() ? on_disk : elsewhere) |= !each->stale;
+        (each->location.is_disk() ? on_disk : elsewhere) |= is_good(*each);
       }
       num_only_on_disk += on_disk && !elsewhere ? 1U : 0U;
     });

@@ -28,7 +28,7 @@ Hold ManagerState::hold(std::span<const Handle> handles, Location at) {
     std::vector<FencePtr> uncertain;
     for (std::size_t i = 0; i < records.size(); ++i) {
       Materialization* materialization = records[i]->find(at);
-      if (materialization == nullptr || materialization->stale) {
+      if (materialization == nullptr || !is_good(*materialization)) {
         throw UnavailableError(fmt::format("hold: {} has no good materialization at {}",
                                            to_string(hold->handles[i]), to_string(at)));
       }
@@ -43,7 +43,7 @@ Hold ManagerState::hold(std::span<const Handle> handles, Location at) {
     for (ValueRecord* record : records) {
       turns.take_idle(*record);
     }
-    wait_on(lock, uncertain);  // what may still fail to arrive cannot be kept
+    make_certain(lock, uncertain);  // what may still fail to arrive cannot be kept
     check_open();
     for (std::size_t i = 0; i < records.size(); ++i) {
       settle(trash, records[i]);

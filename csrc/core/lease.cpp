@@ -197,9 +197,13 @@ Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const H
       host_waits.push_back(fence);
     }
   }
+  std::vector<FencePtr> put_off;
   for (const LeasedValue& each : lease->values) {
     if (each.materialization->is_uncertain()) {  // should it fail, nobody takes it away meanwhile
       turns.take_idle(*each.record);
+    }
+    if (each.materialization->is_put_off()) {
+      put_off.push_back(each.materialization->ready());
     }
   }
   std::exception_ptr failure;
@@ -214,8 +218,11 @@ Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const H
     if (!host_waits.empty()) {
       wait_on(lock, host_waits);
     }
-    for (const FencePtr& fence : host_waits) {
-      if (fence->poll() == FenceStatus::kFailed) {
+    if (!put_off.empty()) {
+      make_certain(lock, put_off);
+    }
+    for (const std::vector<FencePtr>& fences : {host_waits, put_off}) {
+      if (std::ranges::find(fences, FenceStatus::kFailed, &Fence::poll) != fences.end()) {
         throw UnavailableError(  // replaced by its own error below, unless another call was told it
             fmt::format("{}: a transfer to {} failed", call, to_string(at)));
       }

@@ -87,6 +87,10 @@ void ManagerState::check_available(Location location) const {
   if (const std::string why = backend_->why_unavailable(location); !why.empty()) {
     throw UnavailableError(fmt::format("{} is not available: {}", to_string(location), why));
   }
+  if (backend_->is_lost(location)) {
+    throw DeviceLostError(location, fmt::format("{} was lost; nothing can be done there any more",
+                                                to_string(location)));
+  }
 }
 
 ValueRecord& ManagerState::resolve(const Handle& handle) const {
@@ -130,6 +134,11 @@ void ManagerState::throw_refusal(const Verdict& verdict, const Handle& handle,
       check_available(verdict.destination.value());
       [[fallthrough]];
     case Reason::kNothingToCopy:
+      if (verdict.source.has_value() && backend_->is_lost(*verdict.source)) {
+        throw DeviceLostError(*verdict.source, message + "; " + to_string(*verdict.source) +
+                                                   ", where it lies, was lost");
+      }
+      [[fallthrough]];
     case Reason::kFromLocationAbsent:
     case Reason::kWouldBlock: throw UnavailableError(message);
     case Reason::kExclusiveElsewhere:

@@ -234,6 +234,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
     std::vector<FencePtr> overwrite_after;
     BlockPtr given_up;
     bool given_up_is_read = false;
+    std::vector<Location> relied_on;  // devices that alone have the value then
   };
   /// What an action brought about, still to be published.
   struct Made {
@@ -241,6 +242,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
     FencePtr fence;
     TransferPath path = TransferPath::kNone;
     bool blocked = false;
+    bool fails_later = false;  // or may
     BlockPtr temporary;
     FencePtr escape_watch;  // of the materialization given up
   };
@@ -275,6 +277,9 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   void check_open() const;
   void check_available(Location location) const;
   void check_not_managed(const AddressRanges& ranges) const;
+  [[nodiscard]] bool is_good(const Materialization& materialization) const {
+    return !materialization.stale && !backend_->is_lost(materialization.location);
+  }
   void settle(Trash& trash, const ValueRecord* own = nullptr);
   void settle_oldest(Trash& trash);
   [[nodiscard]] bool settle_retiring(Retiring& retiring, Trash& trash);
@@ -287,7 +292,10 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   [[nodiscard]] ValueRecord& resolve(const Handle& handle) const;
   [[nodiscard]] ValueRecord* take_turn(Lock& lock, const Handle& handle, bool may_block = true);
   void end_turn(ValueRecord& record) noexcept;
+  void refuse_pending_in_forked_child(const std::vector<FencePtr>& fences) const;
   void wait_on(Lock& lock, const std::vector<FencePtr>& fences);
+  void make_certain(Lock& lock, const std::vector<FencePtr>& arrivals);
+  void make_certain(Lock& lock, Trash& trash, ValueRecord& record);
   [[nodiscard]] std::vector<FencePtr> pending_work() const;
   [[nodiscard]] std::vector<FencePtr> fences_to_wait_for(const ValueRecord* record,
                                                          const Verdict& verdict) const;
@@ -331,6 +339,10 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   static void note_verdict(Step& step);
   void charge(Step& step);
   void uncharge(const Step& step);
+  [[nodiscard]] std::vector<Location> relied_on_without(const ValueRecord& record,
+                                                        const Materialization& given_up,
+                                                        const Verdict& verdict) const;
+  void check_one_answers(std::span<const Location> devices);
   [[nodiscard]] Inputs collect_inputs(const ValueRecord& record, const Verdict& verdict) const;
   [[nodiscard]] BlockPtr reconstruct(const ValueRecord& record, const Handle& handle, Location at);
   [[nodiscard]] static CopyRequest request_of(const Step& step, Inputs inputs,

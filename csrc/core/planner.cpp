@@ -42,8 +42,10 @@ class Plan {
     }
     return false;
   }
-  bool is_unavailable(Location location) {
-    if (world_.backend().why_unavailable(location).empty()) {
+  /// What a lost device has can still be given up, but nothing else is done there.
+  bool is_unavailable(Location location, bool is_needed = true) {
+    if (world_.backend().why_unavailable(location).empty() &&
+        !(is_needed && world_.backend().is_lost(location))) {
       return false;
     }
     verdict_.source.reset();
@@ -58,7 +60,7 @@ class Plan {
     }
     verdict_.destination = at;
     const Residence* target = value_.find(at);
-    if (target != nullptr && !target->stale) {
+    if (target != nullptr && target->is_good()) {
       return no_op(Reason::kAlreadyResident);
     }
     const Residence* source = cheapest_source(world_, value_, at);
@@ -81,7 +83,8 @@ class Plan {
   }
 
   const Verdict& move(Location to, std::optional<Location> from) {
-    if (is_refused() || is_unavailable(to) || (from && is_unavailable(*from))) {
+    if (is_refused() || is_unavailable(to) ||
+        (from && is_unavailable(*from, /*is_needed=*/false))) {
       return verdict_;
     }
     verdict_.destination = to;
@@ -90,7 +93,7 @@ class Plan {
       return refuse(Reason::kFromLocationAbsent);
     }
     const Residence* target = value_.find(to);
-    const bool target_is_good = target != nullptr && !target->stale;
+    const bool target_is_good = target != nullptr && target->is_good();
     if (from == to) {
       return no_op(Reason::kSameLocation);
     }
@@ -106,13 +109,14 @@ class Plan {
     if (target_is_good) {
       verdict_.reason = Reason::kReleased;
     } else {
-      const Residence* read = given_up->stale ? cheapest_source(world_, value_, to) : given_up;
+      const Residence* read =
+          given_up->is_good() ? given_up : cheapest_source(world_, value_, to);
       if (target != nullptr) {
         refresh(*target, read);
       } else if (read != nullptr) {
         copy(*read, to);
       } else {
-        refuse(Reason::kNothingToCopy);
+        refuse_nothing_to_copy();
       }
     }
     release(*given_up);
@@ -121,7 +125,7 @@ class Plan {
   }
 
   const Verdict& drop(Location at) {
-    if (is_refused() || is_unavailable(at)) {
+    if (is_refused() || is_unavailable(at, /*is_needed=*/false)) {
       return verdict_;
     }
     const Residence* given_up = value_.find(at);
@@ -171,6 +175,15 @@ class Plan {
     return stale;
   }
 
+  void refuse_nothing_to_copy() {
+    for (const Residence& each : value_.residences) {
+      if (each.lost) {
+        verdict_.source = each.location;
+      }
+    }
+    refuse(Reason::kNothingToCopy);
+  }
+
   // Steps of an action, in order. Each does nothing once a step before it has refused.
 
   /// A move that can still fail may bring its source back, where this action makes a copy too.
@@ -205,7 +218,7 @@ class Plan {
 
   void refresh(const Residence& target, const Residence* source) {
     if (source == nullptr) {
-      refuse(Reason::kNothingToCopy);
+      refuse_nothing_to_copy();
       return;
     }
     if (target.num_leases != 0 || value_.record->write_leased) {
@@ -225,7 +238,7 @@ class Plan {
 
   void load(Location to) {
     if (!value_.record->can_be_made_again()) {
-      refuse(Reason::kNothingToCopy);
+      refuse_nothing_to_copy();
       return;
     }
     wait_for_departures();
@@ -290,7 +303,7 @@ class Plan {
       bool settled = false;
       bool uncertain = false;
       for (const Residence& each : value_.residences) {
-        if (each.location != residence.location && !each.stale) {
+        if (each.location != residence.location && each.is_good()) {
           (each.uncertain ? uncertain : settled) = true;
         }
       }
@@ -355,7 +368,7 @@ const Residence* cheapest(const World& world, const ValueView& value, const Filt
     return std::tuple(link_rank(world.options(), each.location.kind()), each.location);
   };
   for (const Residence& each : value.residences) {
-    if (!each.stale && may_be(each) && (best == nullptr || rank(each) < rank(*best))) {
+    if (each.is_good() && may_be(each) && (best == nullptr || rank(each) < rank(*best))) {
       best = &each;
     }
   }

@@ -175,6 +175,14 @@ std::vector<std::uint32_t> RangeAllocator::empty_segments() const {
   return found;
 }
 
+bool RangeAllocator::has_empty_segment() const {
+  std::uint32_t number = 0;
+  while (number < segments_.size() && !is_empty(number)) {
+    ++number;
+  }
+  return number < segments_.size();
+}
+
 Bytes RangeAllocator::largest_free() const noexcept {
   return free_.empty() ? Bytes() : std::get<0>(free_.rbegin()->first);
 }

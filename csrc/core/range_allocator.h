@@ -56,6 +56,7 @@ class RESIDENCY_API RangeAllocator {
   [[nodiscard]] std::vector<Range> live_ranges(std::uint32_t segment) const;
   /// Those that are wholly free, by number.
   [[nodiscard]] std::vector<std::uint32_t> empty_segments() const;
+  [[nodiscard]] bool has_empty_segment() const;
 
   /// What a request takes: a multiple of the alignment.
   [[nodiscard]] Bytes rounded(Bytes nbytes) const { return nbytes.rounded_up(alignment_.count()); }

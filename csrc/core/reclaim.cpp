@@ -38,7 +38,7 @@ ManagerState::Leaving ManagerState::way_out(const ValueRecord& record,
     bool is_elsewhere = leaving.stale;
     for (const Materialization* each = record.first.get(); each != nullptr;
          each = each->next.get()) {
-      is_elsewhere |= each != &leaving && !each->stale;
+      is_elsewhere |= each != &leaving && is_good(*each);
     }
     if (is_elsewhere) {
       return {.action = drop};

@@ -92,12 +92,12 @@ void ManagerState::account_for_end(Arrival& arrival, Trash& trash) {
   }
 }
 
-/// True when the arrival has ended and is done with.
+/// True when it is known how the arrival ends and it is done with.
 bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRecord* own) {
-  const FenceStatus status = arrival.fence->poll();
-  if (status == FenceStatus::kPending) {
+  if (!arrival.fence->is_certain()) {
     return false;
   }
+  const FenceStatus status = arrival.fence->poll();
   if (!arrival.accounted) {
     account_for_end(arrival, trash);
   }
@@ -116,13 +116,13 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
   // An uncertain materialization is given up only after it was settled, so it is still there. Its
   // fence may be another's by now: whoever wrote to it has waited for the arrival.
   Materialization& arrived = *record->find(arrival.at);
-  if (arrived.ready() == arrival.fence) {
+  if (arrived.ready() == arrival.fence && status != FenceStatus::kPending) {
     trash.objects.push_back(arrived.ready());
     arrived.set_ready(nullptr);
   }
   arrived.fails_later = false;
   arrived.replaces = false;
-  if (status == FenceStatus::kDone) {
+  if (status != FenceStatus::kFailed) {
     return true;
   }
   // First what can fail, for want of memory: nothing is half settled then.

@@ -32,7 +32,7 @@ std::optional<Stream> stream_for(const ResidencyAction& action, std::span<const 
 bool ManagerState::join(Together& together, Turns& turns, const ResidencyAction& action,
                         const RunOptions& options) {
   ValueRecord* record = values_.find(handle_of(action)).record;
-  if (record == nullptr || record->busy || record->has_settled_arrival()) {
+  if (record == nullptr || record->busy || record->has_uncertain_arrival()) {
     return false;
   }
   const Verdict verdict = plan_action(present_, action);

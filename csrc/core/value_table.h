@@ -43,7 +43,7 @@ struct Materialization {
 
   Location location;
   bool stale = false;
-  bool fails_later = false;  ///< arriving on a path that can fail after it was enqueued
+  bool fails_later = false;  ///< arriving by a copy that could still fail when it was made
   bool replaces = false;     ///< arriving by a move: its source comes back if it fails
   bool in_slot = false;      ///< it stands in its record instead of the heap
   std::uint32_t num_leases = 0;
@@ -56,6 +56,10 @@ struct Materialization {
   [[nodiscard]] bool is_protected() const noexcept { return num_leases != 0 || num_holds != 0; }
   /// An arrival of which it is not yet known whether it succeeds.
   [[nodiscard]] bool is_uncertain() const noexcept { return fails_later && ready() != nullptr; }
+  /// Of these, one that has only to be given to the device.
+  [[nodiscard]] bool is_put_off() const noexcept {
+    return is_uncertain() && fences->ready->on_stream() && !fences->ready->is_certain();
+  }
   [[nodiscard]] FencePtr ready() const noexcept { return fences ? fences->ready : nullptr; }
 
   void set_ready(FencePtr fence) {
@@ -175,10 +179,18 @@ struct alignas(64) ValueRecord {
     }
     return nullptr;
   }
-  /// Whether an arrival that could fail has come to an end, good or bad.
+  [[nodiscard]] bool has_uncertain_arrival() const noexcept {
+    for (const Materialization* each = first.get(); each != nullptr; each = each->next.get()) {
+      if (each->is_uncertain()) {
+        return true;
+      }
+    }
+    return false;
+  }
+  /// Of which it has turned out by now whether it succeeds.
   [[nodiscard]] bool has_settled_arrival() const noexcept {
     for (const Materialization* each = first.get(); each != nullptr; each = each->next.get()) {
-      if (each->is_uncertain() && each->ready()->poll() != FenceStatus::kPending) {
+      if (each->is_uncertain() && each->fences->ready->is_certain()) {
         return true;
       }
     }

@@ -189,7 +189,7 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
                             nullptr, false);
       continue;
     }
-    if (chosen == nullptr || chosen->stale) {
+    if (chosen == nullptr || !chosen->is_good()) {
       throw UnavailableError(fmt::format("take: {} has no good materialization{}; ensure one first",
                                          to_string(handle), at ? " at " + to_string(*at) : ""));
     }

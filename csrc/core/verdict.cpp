@@ -60,7 +60,7 @@ std::string describe(const Verdict& verdict) {
       return "the handle names no value of this manager (it was forgotten, or never given out)";
     case Reason::kDiscardedHandle: return "the value was discarded or taken";
     case Reason::kLocationUnavailable:
-      return fmt::format("{} does not exist here",
+      return fmt::format("{} does not exist here, or was lost",
                          place(verdict.destination ? verdict.destination : verdict.source));
     case Reason::kExclusiveElsewhere:
       return fmt::format(

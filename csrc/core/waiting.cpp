@@ -66,16 +66,40 @@ void ManagerState::end_turn(ValueRecord& record) noexcept {
   next->granted_changed.notify_one();
 }
 
-void ManagerState::wait_on(Lock& lock, const std::vector<FencePtr>& fences) {
-  if (is_forked()) {
-    for (const FencePtr& fence : fences) {
-      if (is_pending(fence)) {
-        throw ForkError("a transfer of the parent process cannot be waited for in its child");
-      }
-    }
+void ManagerState::refuse_pending_in_forked_child(const std::vector<FencePtr>& fences) const {
+  if (is_forked() && std::ranges::any_of(fences, is_pending)) {
+    throw ForkError("a transfer of the parent process cannot be waited for in its child");
   }
+}
+
+void ManagerState::wait_on(Lock& lock, const std::vector<FencePtr>& fences) {
+  refuse_pending_in_forked_child(fences);
   const Unlocked unlocked(*this, lock);
   wait_all(fences);
+}
+
+/// Waits for arrivals until it is known whether they succeed.
+void ManagerState::make_certain(Lock& lock, const std::vector<FencePtr>& arrivals) {
+  refuse_pending_in_forked_child(arrivals);
+  const Unlocked unlocked(*this, lock);
+  for (const FencePtr& each : arrivals) {
+    each->make_certain();
+  }
+}
+
+/// Has the copies to the value that were put off given to their device, without waiting for them:
+/// whoever acts on the value relies on them, or takes their source away. The caller has the turn.
+void ManagerState::make_certain(Lock& lock, Trash& trash, ValueRecord& record) {
+  std::vector<FencePtr> put_off;
+  for (const Materialization* each = record.first.get(); each != nullptr; each = each->next.get()) {
+    if (each->is_put_off()) {
+      put_off.push_back(each->ready());
+    }
+  }
+  if (!put_off.empty()) {
+    make_certain(lock, put_off);
+    settle(trash, &record);
+  }
 }
 
 std::vector<FencePtr> ManagerState::fences_to_wait_for(const ValueRecord* record,

@@ -28,7 +28,8 @@ void World::read(const Handle& handle, ValueView& view) const {
     Residence residence;
     residence.location = each->location;
     residence.stale = each->stale;
-    residence.uncertain = each->is_uncertain();
+    residence.lost = backend_.is_lost(each->location);
+    residence.uncertain = each->is_uncertain() && !each->is_put_off();
     residence.replaces = each->replaces;
     residence.arrives_by_worker = each->arrives_by_worker();
     residence.read_by_copy = each->is_read_by_worker();

@@ -18,7 +18,9 @@ namespace residency {
 struct Residence {
   Location location;
   bool stale = false;
-  bool uncertain = false;       ///< an arrival that may still fail
+  bool lost = false;            ///< with its device
+  /// An arrival that may still fail; but for what was put off, which the call makes certain.
+  bool uncertain = false;
   bool replaces = false;        ///< it came by a move whose source comes back if it fails
   bool arrives_by_worker = false;
   bool read_by_copy = false;    ///< a copy that completes on a worker reads it
@@ -33,6 +35,7 @@ struct Residence {
   static constexpr std::uint32_t kNoStep = UINT32_MAX;
 
   [[nodiscard]] bool is_protected() const noexcept { return num_leases != 0 || num_holds != 0; }
+  [[nodiscard]] bool is_good() const noexcept { return !stale && !lost; }
 };
 
 /// A value as the planner sees it: its record for what never changes, its residences.

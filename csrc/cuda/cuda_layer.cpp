@@ -8,8 +8,8 @@
 #include <mutex>
 #include <utility>
 
+#include <ATen/cuda/PeerToPeerAccess.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/SmallVector.h>
 #include <cuda_runtime_api.h>
@@ -19,6 +19,7 @@
 #include "csrc/cuda/device_segments.h"
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/nvtx_range.h"
+#include "csrc/cuda/on_device.h"
 #include "csrc/cuda/paced_copy.h"
 #include "csrc/cuda/page_locked_segments.h"
 #include "csrc/cuda/range_memory.h"
@@ -135,7 +136,7 @@ std::shared_ptr<EventFence> Enqueuing::enqueue_on(cudaStream_t stream) {
   auto fence = EventFence::prepare(streams.events, stream, begin);
   const auto check = [&](cudaError_t error, const char* call) {
     if (error != cudaSuccess) {
-      (void)cudaStreamSynchronize(stream);  // nothing of it may be in flight when this is told
+      drain(stream, device);
       throw_cuda_error(error, device, call);
     }
   };
@@ -147,7 +148,8 @@ std::shared_ptr<EventFence> Enqueuing::enqueue_on(cudaStream_t stream) {
 /// For what is done besides the stream in question: the caller's current streams at the current
 /// device and at `at` are those that a capture would be of.
 void refuse_while_caller_captures(Location at, std::string_view what) {
-  const Location current = Location::cuda(c10::cuda::current_device());
+  const Location current = with_typed_errors(
+      at, "cudaGetDevice", [] { return Location::cuda(c10::cuda::current_device()); });
   const auto refuse_at = [&](Location device) {
     refuse_while_capturing(c10::cuda::getCurrentCUDAStream(index_of(device)).stream(), device,
                            what);
@@ -155,6 +157,18 @@ void refuse_while_caller_captures(Location at, std::string_view what) {
   refuse_at(current);
   if (at.is_cuda() && at != current) {
     refuse_at(at);
+  }
+}
+
+/// Where the devices can: copies then need no detour through host memory. PyTorch keeps in mind what
+/// it has enabled.
+void let_reach_each_other(const Peers& peers) noexcept {
+  try {
+    const RelaxedCapture relaxed;
+    (void)at::cuda::get_p2p_access(static_cast<c10::DeviceIndex>(peers.from),
+                                   static_cast<c10::DeviceIndex>(peers.to));
+  } catch (const std::exception&) {
+    (void)cudaGetLastError();  // without it they are slower
   }
 }
 
@@ -166,10 +180,11 @@ class Route {
     refuse_while_caller_captures(device_, "nothing is moved");
     // Also where c10 says that it is the current one: c10 puts off going back to a device that has
     // no context yet, and CUDA is then still at another.
-    guard_.emplace(index_of(device_));
+    current_.emplace(device_);
     streams_ = &streams_of(device_);
     if (from.is_cuda() && to.is_cuda() && from != to) {
       peers_ = Peers{from.cuda_index(), to.cuda_index()};
+      let_reach_each_other(*peers_);
     }
   }
   [[nodiscard]] Location device() const noexcept { return device_; }
@@ -190,7 +205,7 @@ class Route {
  private:
   bool to_device_;
   Location device_;
-  std::optional<c10::cuda::CUDAGuard> guard_;
+  std::optional<OnDevice> current_;
   DeviceStreams* streams_ = nullptr;
   std::optional<Peers> peers_;
 };
@@ -286,6 +301,8 @@ constexpr auto kStagedChunkBytes = Bytes(std::int64_t{16} << 20);
 class CudaLayer final : public DeviceLayer, public std::enable_shared_from_this<CudaLayer> {
  public:
   [[nodiscard]] std::string why_unavailable(Location at) const override;
+  [[nodiscard]] bool is_lost(Location device) const override { return is_known_lost(device); }
+  void check_answers(Location device) override;
   [[nodiscard]] std::optional<SpareBytes> lockable_bytes(const Growth& wanted) const override;
   [[nodiscard]] Bytes occupied_bytes(const TensorLayout& layout, Location at) const override;
   [[nodiscard]] SegmentBytes predict_segments(Location at,
@@ -316,7 +333,7 @@ class CudaLayer final : public DeviceLayer, public std::enable_shared_from_this<
   void attach(std::weak_ptr<Reclaimer> reclaimer) override;
   [[nodiscard]] Usage usage(Location at) const override;
   void reset_peaks() override;
-  void trim() noexcept override;
+  bool trim() noexcept override;
 
  private:
   [[nodiscard]] Room take_room(std::shared_ptr<const TensorLayout> layout, Location at);
@@ -344,6 +361,23 @@ std::string CudaLayer::why_unavailable(Location at) const {
     return "page-locked memory is for copies to a device, and none is visible";
   }
   return {};
+}
+
+void CudaLayer::check_answers(Location device) {
+  if (is_known_lost(device)) {
+    throw DeviceLostError(device, to_string(device) + " was lost");
+  }
+  refuse_in_forked_child();
+  const DeviceStreams* streams = find_streams(device);
+  if (streams == nullptr) {
+    return;  // nothing of ours was given to it
+  }
+  const OnDevice current(device);
+  const RelaxedCapture relaxed;
+  if (const cudaError_t error = cudaStreamQuery(streams->arena); error != cudaErrorNotReady) {
+    check_cuda(error, device, "cudaStreamQuery");
+  }
+  (void)cudaGetLastError();  // "not ready" too would be found by whoever asks next
 }
 
 std::optional<SpareBytes> CudaLayer::lockable_bytes(const Growth& wanted) const {
@@ -436,6 +470,7 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
     const NvtxRange range(route.label());
     if (request.ahead_of_need && !request.stream.has_value() && !copy.pieces.empty() &&
         copy.can_wait_on_stream()) {
+      result.put_off = true;
       result.ready = std::make_shared<PacedCopy>(
           copy.streams.events, route.ahead_lane(), route.lane().stream, std::move(copy.pieces),
           std::vector<FencePtr>(copy.after.begin(), copy.after.end()), copy.peers);
@@ -493,7 +528,7 @@ bool CudaLayer::copy_staged(const TensorBlock& on_device, bool to_device, const 
                             const std::optional<Stream>& stream, Bytes& done,
                             const Signals& signals) {
   const Location device = on_device.location();
-  const c10::cuda::CUDAGuard guard(index_of(device));
+  const OnDevice current(device);
   const DeviceStreams& streams = streams_of(device);
   Staging::Direction direction;
   direction.device = device;
@@ -523,7 +558,7 @@ Stream CudaLayer::current_stream(Location device) const {
 FencePtr CudaLayer::record_use(const Stream& stream) {
   refuse_in_forked_child();
   const cudaStream_t handle = handle_of(stream);
-  const c10::cuda::CUDAGuard guard(index_of(stream.device));
+  const OnDevice current(stream.device);
   try {
     refuse_while_capturing(handle, stream.device, "no use is recorded");
     const RelaxedCapture relaxed;
@@ -541,7 +576,7 @@ void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {
   }
   refuse_in_forked_child();
   const cudaStream_t handle = handle_of(stream);
-  const c10::cuda::CUDAGuard guard(index_of(stream.device));
+  const OnDevice current(stream.device);
   refuse_while_capturing(handle, stream.device, "what is not ready cannot be waited for");
   const RelaxedCapture relaxed;
   (void)wait_on_stream(handle, fence, stream.device);
@@ -578,12 +613,13 @@ void CudaLayer::reset_peaks() {
   }
 }
 
-void CudaLayer::trim() noexcept {
+bool CudaLayer::trim() noexcept {
   if (is_orphan()) {
-    return;
+    return true;
   }
+  bool is_trimmed = true;
   for (const auto& memory : all_memory()) {
-    memory->trim();
+    is_trimmed &= memory->trim();
   }
   for (std::shared_ptr<Staging>& each : staging_) {
     std::shared_ptr<Staging> unheld;  // dies after the lock
@@ -592,6 +628,7 @@ void CudaLayer::trim() noexcept {
       unheld = std::move(each);
     }
   }
+  return is_trimmed;
 }
 
 }  // namespace

@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGuard.h>
 
 #include "csrc/cuda/event_fence.h"
+#include "csrc/cuda/on_device.h"
 #include "csrc/cuda/runtime.h"
 #include "csrc/cuda/streams.h"
 
@@ -22,9 +22,11 @@ c10::Device DeviceSegments::device() const {
 SegmentSource::Segment DeviceSegments::make(Bytes nbytes) {
   const DeviceStreams& streams = streams_of(location_);
   const RelaxedCapture relaxed;
-  const c10::cuda::CUDAGuard guard(index_of(location_));
-  void* data = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(
-      static_cast<std::size_t>(nbytes.count()), streams.arena);
+  const OnDevice current(location_);
+  void* data = with_typed_errors(location_, "cudaMalloc", [&] {
+    return c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(
+        static_cast<std::size_t>(nbytes.count()), streams.arena);
+  });
   try {
     // The block may be one that was given back, behind what the arena's stream was made to wait
     // for.
@@ -39,7 +41,7 @@ void DeviceSegments::give_back(void* data, Bytes, const std::vector<FencePtr>& a
   try {
     const DeviceStreams& streams = streams_of(location_);
     const RelaxedCapture relaxed;
-    const c10::cuda::CUDAGuard guard(index_of(location_));
+    const OnDevice current(location_);
     for (const FencePtr& fence : after) {
       (void)wait_on_stream(streams.arena, fence, location_);
     }

@@ -1,21 +1,20 @@
 #include "csrc/cuda/event_fence.h"
 
-#include <chrono>
-#include <thread>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include "csrc/core/fork.h"
 #include "csrc/cuda/runtime.h"
+#include "csrc/cuda/streams.h"
 #include "residency/core/errors.h"
 
 namespace residency {
 
-EventPool::EventPool(Location device) : device_(device), generation_(fork_generation()) {}
+EventPool::EventPool(Location device) : device_(device), generation_(device_generation()) {}
 
 EventPool::~EventPool() {
-  if (generation_ != fork_generation()) {
+  if (generation_ != device_generation()) {
     return;
   }
   const RelaxedCapture relaxed;
@@ -39,7 +38,7 @@ cudaEvent_t EventPool::take() {
 }
 
 void EventPool::give_back(cudaEvent_t event) noexcept {
-  if (event == nullptr || generation_ != fork_generation()) {
+  if (event == nullptr || generation_ != device_generation()) {
     return;
   }
   try {
@@ -57,7 +56,7 @@ EventFence::EventFence(std::shared_ptr<EventPool> pool, cudaStream_t stream, cud
       stream_(stream),
       begin_(begin),
       end_(end),
-      generation_(fork_generation()) {}
+      generation_(device_generation()) {}
 
 std::shared_ptr<EventFence> EventFence::prepare(std::shared_ptr<EventPool> pool,
                                                 cudaStream_t stream, cudaEvent_t begin) {
@@ -96,6 +95,9 @@ cudaError_t EventFence::record_on(cudaStream_t stream) noexcept {
 }
 
 void EventFence::fail(cudaError_t error) const noexcept {
+  if (is_lost(error)) {
+    note_lost(pool_->device());
+  }
   error_.store(error, std::memory_order_relaxed);
   status_.store(FenceStatus::kFailed, std::memory_order_release);
 }
@@ -108,7 +110,7 @@ EventFence::~EventFence() {
 }
 
 bool EventFence::is_orphan() const noexcept {
-  return generation_ != fork_generation() &&
+  return generation_ != device_generation() &&
          status_.load(std::memory_order_relaxed) == FenceStatus::kPending;
 }
 
@@ -143,15 +145,17 @@ void EventFence::wait() {
     return;
   }
   const RelaxedCapture relaxed;
-  while (true) {
-    const cudaError_t answer = cudaEventSynchronize(end_);
+  cudaError_t answer = cudaSuccess;
+  const auto attempt = [&] {
+    answer = cudaEventSynchronize(end_);
     if (answer != cudaSuccess) {
       (void)cudaGetLastError();
     }
-    if (settle(answer) != FenceStatus::kPending) {
-      return;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return settle(answer) != FenceStatus::kPending;
+  };
+  if (!try_for_a_second(attempt)) {
+    note_lost(pool_->device());  // what it has in flight can never be known to be over
+    fail(answer);
   }
 }
 
@@ -232,7 +236,10 @@ bool wait_on_stream(cudaStream_t stream, const FencePtr& fence, Location device)
   }
   // Asked for even in the same stream: what the fence stands for may not be enqueued there yet.
   const cudaEvent_t point = event->event();
-  if (event->stream() != stream) {
+  // Another's stream may have been destroyed since, and a new one made at the same address; the
+  // default stream of each thread has the same number too.
+  const DeviceStreams* ours = find_streams(device);
+  if (event->stream() != stream || ours == nullptr || !ours->has(stream)) {
     check_cuda(cudaStreamWaitEvent(stream, point, 0), device, "cudaStreamWaitEvent");
   }
   return false;

@@ -1,10 +1,10 @@
 #include "csrc/cuda/paced_copy.h"
 
 #include <algorithm>
-
-#include <c10/cuda/CUDAGuard.h>
+#include <utility>
 
 #include "csrc/cuda/nvtx_range.h"
+#include "csrc/cuda/on_device.h"
 #include "csrc/cuda/runtime.h"
 #include "csrc/cuda/streams.h"
 #include "residency/core/errors.h"
@@ -98,7 +98,7 @@ void PacedCopy::promote() {
 
 void PacedCopy::enqueue_in_needed_now() {
   const RelaxedCapture relaxed;
-  const c10::cuda::CUDAGuard guard(index_of(pool_->device()));
+  const OnDevice current(pool_->device());
   std::vector<FencePtr> over;  // dies without the mutex
   const std::lock_guard lock(mutex_);
   if (is_recorded_) {
@@ -154,6 +154,7 @@ std::size_t PacedCopy::enqueue_chunk(cudaStream_t stream) {
 
 void PacedCopy::record_end(cudaStream_t stream) {
   check_cuda(fence_->record_on(stream), pool_->device(), "cudaEventRecord");
+  failure_ = nullptr;
   is_recorded_ = true;
 }
 
@@ -173,7 +174,7 @@ bool PacedCopy::is_turn() noexcept {
 
 void PacedCopy::enqueue_ahead() {
   const RelaxedCapture relaxed;
-  const c10::cuda::CUDAGuard guard(index_of(pool_->device()));
+  const OnDevice current(pool_->device());
   std::vector<FencePtr> over;  // dies without the copy's mutex
   const std::lock_guard lock(mutex_);
   if (is_needed_now_) {
@@ -211,26 +212,34 @@ bool PacedCopy::enqueue_next(bool at_once) noexcept {
 }
 
 void PacedCopy::note_failure() noexcept {
+  const std::exception_ptr failure = std::current_exception();
+  const std::lock_guard lock(mutex_);
+  if (is_recorded_) {
+    return;
+  }
+  failure_ = failure;
   try {
     throw;
   } catch (const DeviceLostError&) {
-    const std::lock_guard lock(mutex_);
-    if (!is_recorded_) {
-      fence_->fail(cudaErrorDevicesUnavailable);
-      is_recorded_ = true;
-    }
+    fence_->fail(cudaErrorDevicesUnavailable);
+    is_recorded_ = true;
   } catch (...) {
     // Whoever waits tries again.
   }
 }
 
 bool PacedCopy::pace(bool at_once) noexcept {
-  constexpr int kMostFailures = 100;  // where there is no more time for it
+  constexpr int kMostFailures = 20'000;    // a second or more
+  constexpr int kMostFailuresAtOnce = 100;  // where there is no more time for it
   const std::lock_guard lock(ahead_.mutex);
   ahead_.queue.splice(ahead_.queue.end(), node_);
-  while (!is_recorded_ && !(at_once && num_failed_ >= kMostFailures)) {
+  while (!is_recorded_ && !(at_once && num_failed_ >= kMostFailuresAtOnce)) {
     if (!at_once && !is_turn()) {
       return false;
+    }
+    if (num_failed_ >= kMostFailures) {
+      give_up();
+      break;
     }
     if (!enqueue_next(at_once)) {
       ++num_failed_;
@@ -252,8 +261,8 @@ cudaEvent_t PacedCopy::event() {
   return fence_->event();
 }
 
-void PacedCopy::wait() {
-  if (fence_->is_orphan()) {
+void PacedCopy::make_certain() {
+  if (is_certain()) {
     return;
   }
   const auto attempt = [this] {
@@ -271,7 +280,19 @@ void PacedCopy::wait() {
       give_up();  // no memory to remember the order in
     }
   }
+}
+
+void PacedCopy::wait() {
+  make_certain();
   fence_->wait();
+}
+
+std::exception_ptr PacedCopy::error() const {
+  if (poll() != FenceStatus::kFailed) {
+    return nullptr;
+  }
+  const std::lock_guard lock(mutex_);
+  return failure_ != nullptr ? failure_ : fence_->error();
 }
 
 void PacedCopy::give_up() noexcept {
@@ -285,9 +306,9 @@ void PacedCopy::give_up() noexcept {
   wait_all(after_);
   after_.swap(over);
   num_over_ = 0;
-  (void)cudaStreamSynchronize(ahead_.stream);
-  (void)cudaStreamSynchronize(needed_now_);
-  fence_->fail(cudaErrorUnknown);
+  drain(ahead_.stream, pool_->device());
+  drain(needed_now_, pool_->device());
+  fence_->fail(cudaErrorNotReady);
   is_recorded_ = true;
 }
 

@@ -61,11 +61,16 @@ class PacedCopy final : public StreamFence {
   [[nodiscard]] bool pace(bool at_once) noexcept;
 
   [[nodiscard]] FenceStatus poll() const noexcept override;
+  /// Once all of it is enqueued.
+  [[nodiscard]] bool is_certain() const noexcept override {
+    return is_recorded_ || poll() != FenceStatus::kPending;
+  }
+  /// Enqueues the rest, if need be for a second.
+  void make_certain() override;
   void wait() override;
   [[nodiscard]] std::optional<std::int64_t> elapsed_ns() const override;
-  [[nodiscard]] std::exception_ptr error() const override {
-    return poll() == FenceStatus::kFailed ? fence_->error() : nullptr;
-  }
+  /// Why it could not be enqueued, or what became of its device.
+  [[nodiscard]] std::exception_ptr error() const override;
   /// Enqueues the rest.
   [[nodiscard]] cudaEvent_t event() override;
   [[nodiscard]] cudaStream_t stream() const noexcept override {
@@ -96,7 +101,7 @@ class PacedCopy final : public StreamFence {
   std::size_t enqueue_chunk(cudaStream_t stream);
   void record_end(cudaStream_t stream);
 
-  /// Of the exception that is being handled.
+  /// Of the exception that is being handled. The copy's mutex is not held.
   void note_failure() noexcept;
   /// As failed. Waits on the host for what is in flight of it, and for what that comes behind.
   void give_up() noexcept;
@@ -112,7 +117,7 @@ class PacedCopy final : public StreamFence {
   const std::list<PacedCopy*>::iterator place_ = node_.begin();
   int num_failed_ = 0;
 
-  std::mutex mutex_;             // guards the rest
+  mutable std::mutex mutex_;     // guards the rest
   cudaEvent_t begin_ = nullptr;  // the fence's; null once it is recorded
   Pieces pieces_;
   std::size_t next_ = 0;  // of the pieces, the first that is not wholly enqueued: its rest
@@ -120,7 +125,8 @@ class PacedCopy final : public StreamFence {
   std::size_t num_over_ = 0;                // of those, the first
   bool is_ahead_ = false;                   // some of it is in the ahead lane, or may be
   std::atomic<bool> is_needed_now_{false};  // the rest goes to that stream
-  std::atomic<bool> is_recorded_{false};    // all is enqueued
+  std::atomic<bool> is_recorded_{false};    // all is enqueued, or it was given up
+  std::exception_ptr failure_;              // why it is not enqueued yet
 };
 
 }  // namespace residency

@@ -19,10 +19,12 @@ bool any_pending(const std::vector<FencePtr>& fences) noexcept {
 }  // namespace
 
 RangeMemory::RangeMemory(std::unique_ptr<SegmentSource> source, Bytes alignment)
-    : source_(std::move(source)), generation_(fork_generation()), ranges_(alignment) {}
+    : source_(std::move(source)), generation_(device_generation()), ranges_(alignment) {}
 
 RangeMemory::~RangeMemory() {
-  trim();  // every range held a reference, so that all segments are empty
+  if (generation_ == device_generation()) {
+    give_back(remove_empty_segments());  // every range held a reference: it is all of them
+  }
 }
 
 RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
@@ -198,7 +200,7 @@ bool RangeMemory::end_use(const TensorBlock& block, DeviceLayer::LastUses uses) 
   if (live == nullptr) {
     return false;
   }
-  if (live->memory->generation_ != fork_generation()) {
+  if (live->memory->generation_ != device_generation()) {
     return true;  // nothing is freed in a child
   }
   const std::lock_guard lock(live->memory->mutex_);
@@ -208,7 +210,7 @@ bool RangeMemory::end_use(const TensorBlock& block, DeviceLayer::LastUses uses) 
 
 void RangeMemory::free_context(void* context) noexcept {
   std::unique_ptr<Live> live(static_cast<Live*>(context));
-  if (live->memory->generation_ == fork_generation()) {
+  if (live->memory->generation_ == device_generation()) {
     const std::shared_ptr<RangeMemory> memory = std::move(live->memory);
     memory->free(std::move(live));
   } else {
@@ -331,21 +333,29 @@ std::vector<RangeMemory::FreedPieces::node_type> RangeMemory::take_finished() {
   return finished;
 }
 
-std::vector<RangeMemory::Departing> RangeMemory::remove_empty_segments() noexcept {
+std::vector<FencePtr> RangeMemory::last_uses_in_segment(std::uint32_t number) const {
+  std::vector<FencePtr> fences;
+  const auto last = freed_.lower_bound(Place(number + 1, Bytes()));
+  for (auto piece = freed_.lower_bound(Place(number, Bytes())); piece != last; ++piece) {
+    fences.insert(fences.end(), piece->second.last_uses->begin(), piece->second.last_uses->end());
+  }
+  return fences;
+}
+
+std::vector<RangeMemory::Departing> RangeMemory::remove_empty_segments(
+    bool also_pending) noexcept {
   std::vector<Departing> departing;
   try {
     const std::vector<std::uint32_t> numbers = ranges_.empty_segments();
     departing.reserve(numbers.size());
     for (const std::uint32_t number : numbers) {
-      Departing each{segments_[number], {}};
-      const auto first = freed_.lower_bound(Place(number, Bytes()));
-      const auto last = freed_.lower_bound(Place(number + 1, Bytes()));
-      for (auto piece = first; piece != last; ++piece) {
-        each.after.insert(each.after.end(), piece->second.last_uses->begin(),
-                          piece->second.last_uses->end());
+      Departing each{segments_[number], last_uses_in_segment(number)};
+      if (!also_pending && any_pending(each.after)) {
+        continue;
       }
       ranges_.remove_segment(number);
-      freed_.erase(first, last);
+      freed_.erase(freed_.lower_bound(Place(number, Bytes())),
+                   freed_.lower_bound(Place(number + 1, Bytes())));
       segments_[number] = {};
       departing.push_back(std::move(each));
     }
@@ -390,18 +400,21 @@ std::vector<RangeMemory::Emptiable> RangeMemory::emptiable(
   return found;
 }
 
-void RangeMemory::trim() noexcept {
-  if (generation_ != fork_generation()) {
-    return;
+bool RangeMemory::trim() noexcept {
+  if (generation_ != device_generation()) {
+    return true;
   }
   std::vector<Departing> departing;
   std::vector<std::unique_ptr<Live>> unneeded;
+  bool is_trimmed = false;
   {
     const std::lock_guard lock(mutex_);
-    departing = remove_empty_segments();
+    departing = remove_empty_segments(/*also_pending=*/!source_->keeps_empty_segments());
     unneeded.swap(spare_);
+    is_trimmed = !ranges_.has_empty_segment();
   }
   give_back(std::move(departing));
+  return is_trimmed;
 }
 
 DeviceLayer::Usage RangeMemory::usage() const {

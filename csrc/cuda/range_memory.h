@@ -34,7 +34,8 @@ class SegmentSource {
   [[nodiscard]] virtual Bytes segment_bytes(Bytes request, Bytes in_segments) const = 0;
   /// Throws when there is no memory.
   [[nodiscard]] virtual Segment make(Bytes nbytes) = 0;
-  /// Gives a segment back, to be used by others only after the fences.
+  /// Gives a segment back, to be used by others only after the fences. Where empty segments are
+  /// kept the host waits for these.
   virtual void give_back(void* data, Bytes nbytes, const std::vector<FencePtr>& after) noexcept = 0;
   [[nodiscard]] virtual c10::Device device() const = 0;
   /// Fences behind what the calling thread may have done with memory that it frees now.
@@ -78,8 +79,9 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   };
   /// The segments in which nothing lies but ranges that begin at these addresses.
   [[nodiscard]] std::vector<Emptiable> emptiable(std::span<const std::uintptr_t> beginnings) const;
-  /// Gives back every segment that is empty.
-  void trim() noexcept;
+  /// Gives back every segment that is empty; but where that would wait on the host, none that is
+  /// still in use by what is in flight. Whether none is left.
+  bool trim() noexcept;
   [[nodiscard]] DeviceLayer::Usage usage() const;
   void reset_peak();
 
@@ -117,7 +119,8 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   [[nodiscard]] std::vector<FreedPieces::node_type> forget_last_uses_in(const Range& range);
   using Pieces = std::pair<FreedPieces::iterator, FreedPieces::iterator>;
   [[nodiscard]] Pieces pieces_in(const Range& range);
-  [[nodiscard]] std::vector<Departing> remove_empty_segments() noexcept;
+  [[nodiscard]] std::vector<FencePtr> last_uses_in_segment(std::uint32_t number) const;
+  [[nodiscard]] std::vector<Departing> remove_empty_segments(bool also_pending = true) noexcept;
   void give_back(std::vector<Departing> departing) noexcept;
   [[nodiscard]] std::vector<FreedPieces::node_type> take_finished();
 

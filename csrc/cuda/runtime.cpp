@@ -1,5 +1,7 @@
 #include "csrc/cuda/runtime.h"
 
+#include <array>
+#include <atomic>
 #include <new>
 
 #include <fmt/format.h>
@@ -7,6 +9,23 @@
 #include "residency/core/errors.h"
 
 namespace residency {
+namespace {
+
+std::array<std::atomic<bool>, kMaxDevices> g_lost{};
+
+std::atomic<bool>& lost_flag(Location device) noexcept {
+  return g_lost[static_cast<std::size_t>(device.cuda_index())];
+}
+
+}  // namespace
+
+bool is_known_lost(Location device) noexcept {
+  return lost_flag(device).load(std::memory_order_relaxed);
+}
+
+void note_lost(Location device) noexcept {
+  lost_flag(device).store(true, std::memory_order_relaxed);
+}
 
 bool is_lost(cudaError_t error) noexcept {
   switch (error) {
@@ -53,6 +72,7 @@ void throw_cuda_error(cudaError_t error, Location device, const char* call) {
     default: break;
   }
   if (is_lost(error)) {
+    note_lost(device);
     throw DeviceLostError(device, text + "; every later call to this device fails as well");
   }
   throw UnavailableError(text);

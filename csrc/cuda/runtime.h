@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <thread>
 
 #include <cuda_runtime_api.h>
@@ -9,11 +10,18 @@
 
 namespace residency {
 
+/// The indices that a device's Location can have.
+inline constexpr std::size_t kMaxDevices = 128;
+
 /// Whether a device that answered so answers every later call so: NVIDIA documents these as leaving
 /// the process in a state in which any further CUDA work fails.
 [[nodiscard]] bool is_lost(cudaError_t error) noexcept;
 
-/// Throws `DeviceLostError` for a lost device, `CaptureError` for what a capture forbids,
+/// Whether a call at the device was answered so.
+[[nodiscard]] bool is_known_lost(Location device) noexcept;
+void note_lost(Location device) noexcept;
+
+/// Throws `DeviceLostError` for a lost device, of which it makes a note, `CaptureError` for what a capture forbids,
 /// `std::bad_alloc` when memory is out, and otherwise `UnavailableError` with the call's name. The
 /// thread's last error is cleared.
 [[noreturn]] void throw_cuda_error(cudaError_t error, Location device, const char* call);

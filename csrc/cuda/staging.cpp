@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "csrc/cuda/runtime.h"
+#include "csrc/cuda/streams.h"
 #include "residency/core/errors.h"
 
 namespace residency {
@@ -95,7 +96,7 @@ class SlotEvents {
 }  // namespace
 
 Staging::~Staging() {
-  if (ring_ != nullptr && generation_ == fork_generation()) {
+  if (ring_ != nullptr && generation_ == device_generation()) {
     segments_.give_back(ring_, kRingBytes, {});
   }
 }
@@ -165,8 +166,7 @@ bool Staging::copy(const std::vector<iovec>& runs, const HostEnd& host, const Di
       }
     }
   } catch (...) {
-    (void)cudaStreamSynchronize(direction.stream);  // nothing of it may be in flight
-    (void)cudaGetLastError();
+    drain(direction.stream, direction.device);
     throw;
   }
   return true;

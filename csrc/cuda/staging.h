@@ -86,7 +86,7 @@ class Staging {
   std::atomic<int> num_needed_now_{0};  // copies that do not give way
   FairMutex mutex_;
   PageLockedSegments segments_;
-  const std::uint64_t generation_ = fork_generation();
+  const std::uint64_t generation_ = device_generation();
   std::byte* ring_ = nullptr;
 };
 

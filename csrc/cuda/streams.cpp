@@ -5,12 +5,13 @@
 #include <mutex>
 
 #include <ATen/Context.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
+#include "csrc/aten/transfer_worker.h"
 #include "csrc/core/fork.h"
+#include "csrc/cuda/on_device.h"
 #include "csrc/cuda/runtime.h"
 #include "residency/core/errors.h"
 
@@ -20,7 +21,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::array<std::atomic<DeviceStreams*>, kMaxDevices> streams{};
-  std::uint64_t generation = fork_generation();
+  std::uint64_t generation = device_generation();
 };
 
 // Never destroyed: static objects of others may still move values while the process ends.
@@ -51,22 +52,43 @@ cudaStream_t make_stream(Location device) {
 
 DeviceStreams* find_streams(Location device) noexcept {
   Registry& shared = registry();
-  if (shared.generation != fork_generation()) {
+  if (shared.generation != device_generation()) {
     return nullptr;
   }
   return shared.streams[static_cast<std::size_t>(device.cuda_index())].load(
       std::memory_order_acquire);
 }
 
-void synchronize_device(Location device) noexcept {
+bool synchronize_device(Location device) noexcept {
   try {
     const RelaxedCapture relaxed;
-    const c10::cuda::CUDAGuard guard(index_of(device));
-    if (cudaDeviceSynchronize() != cudaSuccess) {
+    const OnDevice current(device);
+    const cudaError_t error = cudaDeviceSynchronize();
+    if (error != cudaSuccess) {
       (void)cudaGetLastError();
     }
+    return error == cudaSuccess || is_lost(error);
+  } catch (const DeviceLostError&) {
+    return true;
   } catch (...) {
     (void)cudaGetLastError();
+    return false;
+  }
+}
+
+void drain(cudaStream_t stream, Location device) noexcept {
+  const bool is_over = try_for_a_second([&] {
+    const cudaError_t error = cudaStreamSynchronize(stream);
+    if (error != cudaSuccess) {
+      (void)cudaGetLastError();
+    }
+    if (is_lost(error)) {
+      note_lost(device);
+    }
+    return error == cudaSuccess || is_lost(error);
+  });
+  if (!is_over) {
+    note_lost(device);
   }
 }
 
@@ -84,17 +106,17 @@ bool is_capturing(cudaStream_t stream, Location device) {
 
 FencePtr record_current_stream(Location device) {
   const DeviceStreams& streams = streams_of(device);
-  const c10::cuda::CUDAGuard guard(index_of(device));
+  const OnDevice current(device);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(index_of(device)).stream();
   return is_capturing(stream, device) ? nullptr : EventFence::record(streams.events, stream);
 }
 
 DeviceStreams& streams_of(Location device) {
   Registry& shared = registry();
-  if (shared.generation != fork_generation()) {
+  if (shared.generation != device_generation()) {
     throw ForkError(
-        "this process was forked after its parent had used a device; devices exist "
-        "only in the parent (start processes with spawn)");
+        "this process was forked after its parent had used a device, or exits; devices exist only "
+        "in the parent (start processes with spawn)");
   }
   if (DeviceStreams* found = find_streams(device); found != nullptr) {
     return *found;
@@ -105,7 +127,7 @@ DeviceStreams& streams_of(Location device) {
     return *found;
   }
   const RelaxedCapture relaxed;
-  const c10::cuda::CUDAGuard guard(index_of(device));
+  const OnDevice current(device);
   auto made = std::make_unique<DeviceStreams>();
   made->events = std::make_shared<EventPool>(device);
   // What a failure leaves is a stream or two, and the device is then hardly of use.
@@ -118,6 +140,7 @@ DeviceStreams& streams_of(Location device) {
   made->staged_in = make_stream(device);
   made->staged_out = make_stream(device);
   made->arena = make_stream(device);
+  TransferWorker::end_with_process();  // before what c10 has made by now is destroyed
   shared.streams[static_cast<std::size_t>(device.cuda_index())].store(made.get(),
                                                                       std::memory_order_release);
   return *made.release();

@@ -12,9 +12,6 @@
 
 namespace residency {
 
-/// The indices that a device's Location can have.
-inline constexpr std::size_t kMaxDevices = 128;
-
 [[nodiscard]] inline c10::DeviceIndex index_of(Location device) {
   return static_cast<c10::DeviceIndex>(device.cuda_index());
 }
@@ -39,12 +36,21 @@ struct DeviceStreams {
   cudaStream_t staged_in = nullptr;
   cudaStream_t staged_out = nullptr;
   cudaStream_t arena = nullptr;  ///< what segments are allocated on
+
+  [[nodiscard]] bool has(cudaStream_t stream) const noexcept {
+    return stream == in.stream || stream == out.stream || stream == ahead_in.stream ||
+           stream == ahead_out.stream || stream == staged_in || stream == staged_out ||
+           stream == arena;
+  }
 };
 
 /// Throws what `throw_cuda_error` throws, `ForkError` in a child of the process that made them.
 [[nodiscard]] DeviceStreams& streams_of(Location device);
-/// Waits on the host for all of a device's work; a lost one has none.
-void synchronize_device(Location device) noexcept;
+/// Waits on the host for all of a device's work; a lost one has none. Whether that is over.
+bool synchronize_device(Location device) noexcept;
+/// Waits on the host for what a stream was given, when one of its calls has failed: nothing of that
+/// may be in flight when it is told. A device that does not answer within a second is lost.
+void drain(cudaStream_t stream, Location device) noexcept;
 /// Whether what is enqueued on the stream becomes part of a graph. Throws what `throw_cuda_error`
 /// throws.
 [[nodiscard]] bool is_capturing(cudaStream_t stream, Location device);

@@ -425,5 +425,44 @@ TEST_F(DeviceFault, LostDeviceTakesOnlyWhatWasThereAlone) {
   EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "");
 }
 
+TEST_F(DeviceFault, LastIntactCopyIsNotGivenUpForOneThatWasLost) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  for (const bool is_known : {false, true}) {
+    const auto body = [is_known] {
+      const TemporaryDirectory directory;
+      const auto manager = create_manager(with_disk(directory), {.devices = make_cuda_layer()});
+      const Handle pinned = value(*manager, 100'000, 1);
+      const Handle pageable = value(*manager, 100'000, 2);
+      const Handle known = value(*manager, 100'000, 3);
+      for (const Handle& handle : {pinned, pageable, known}) {
+        manager->ensure(handle, kOther).wait();
+      }
+      manager->move(pinned, kPinned, kHost).wait();
+      EXPECT_EQ(simcuda_break_device(1, cudaErrorIllegalAddress), 0);
+      if (is_known) {
+        EXPECT_THROW(manager->ensure(value(*manager, 1000, 4), kOther).wait(), Error);
+      }
+      EXPECT_ANY_THROW(manager->drop(pinned, kPinned));
+      EXPECT_ANY_THROW(manager->move(pinned, kOther));
+      EXPECT_ANY_THROW(manager->move(pageable, kOther, kHost));
+      EXPECT_THROW((void)manager->acquire(one(pinned), kOther), DeviceLostError);
+      EXPECT_THROW(manager->ensure(pinned, kOther), DeviceLostError);
+      EXPECT_THROW((void)manager->hold(one(pinned), kOther), DeviceLostError);
+      const std::vector<ResidencyAction> drop = {DropResident{pageable, kHost}};
+      EXPECT_FALSE(manager->explain(drop).feasible);
+      manager->audit();
+      EXPECT_TRUE(holds(*manager, pinned, kPinned, 1));
+      EXPECT_TRUE(holds(*manager, pageable, kHost, 2));
+      EXPECT_EQ(take(*manager, known)["x"].const_data_ptr<std::uint8_t>()[0], 3);
+      manager->drop(pinned, kOther);
+      manager->move(pageable, kDisk, kHost).wait();
+      manager->move(pageable, kHost).wait();
+      EXPECT_TRUE(holds(*manager, pageable, kHost, 2));
+      manager->close({.force = true});
+    };
+    EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "") << is_known;
+  }
+}
+
 }  // namespace
 }  // namespace residency::testing

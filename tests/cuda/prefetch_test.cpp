@@ -507,6 +507,72 @@ TEST_F(Prefetch, GoesOnByItselfOnceAFaultIsOver) {
   EXPECT_EQ(byte_of(handle, kDevice), 1);
 }
 
+TEST_F(Prefetch, OneThatIsNotEnqueuedIsNoCopyToRelyOn) {
+  const Handle handle = in_page_locked(kChunk, 1);
+  manager_->drop(handle, kDevice);
+  using Call = std::function<void(Manager&)>;
+  const std::vector<Call> calls = {
+      [&](Manager& manager) { manager.drop(handle, kPinned); },
+      [&](Manager& manager) { manager.move(handle, kDevice); },
+      [&](Manager& manager) { (void)manager.acquire(one(handle), kDevice); },
+      [&](Manager& manager) { (void)manager.hold(one(handle), kDevice); },
+      [&](Manager& manager) { manager.ensure(handle, kDevice); },
+      [&](Manager& manager) { (void)take(manager, handle); },
+  };
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    SCOPED_TRACE(i);
+    ASSERT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 1'000'000, cudaErrorInvalidValue), 0);
+    ASSERT_EQ(manager_->prefetch(one(handle), kDevice).size(), 1U);
+    try {
+      calls[i](*manager_);
+      ADD_FAILURE() << "it cannot be brought to the device";
+    } catch (const TransferError& error) {
+      EXPECT_EQ(error.handle, handle);
+      EXPECT_NE(std::string(error.what()).find("cudaMemcpyAsync"), std::string::npos)
+          << error.what();
+    }
+    EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 0, 0), 0);
+    manager_->audit();
+    EXPECT_EQ(byte_of(handle, kPinned), 1);
+    EXPECT_THROW((void)manager_->acquire(one(handle), kDevice), UnavailableError);
+  }
+  manager_->ensure(handle, kDevice);
+  EXPECT_EQ(byte_of(handle, kDevice), 1);
+}
+
+TEST_F(Prefetch, RefreshThatIsNotEnqueuedLeavesItStale) {
+  const Handle handle = value(kChunk, 1, Mutability::kMutable);
+  manager_->ensure(handle, kPinned).wait();
+  manager_->ensure(handle, kDevice).wait();
+  manager_->acquire(one(handle), kPinned, {.access = Access::kWrite}).release();
+  ASSERT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 1'000'000, cudaErrorInvalidValue), 0);
+  ASSERT_EQ(manager_->prefetch(one(handle), kDevice).size(), 1U);
+  EXPECT_THROW(manager_->drop(handle, kPinned), TransferError);
+  EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 0, 0), 0);
+  EXPECT_THROW((void)manager_->acquire(one(handle), kDevice), UnavailableError);
+  manager_->audit();
+  EXPECT_EQ(byte_of(handle, kPinned), 1);
+}
+
+// It is enqueued for whoever relies on it, and nobody waits for the device.
+TEST_F(Prefetch, OneThatIsReliedOnMakesNobodyWait) {
+  const Handle handle = in_page_locked(kNumChunks * kChunk, 1);
+  const Handle other = in_page_locked(kNumChunks * kChunk, 2);
+  manager_->drop(handle, kDevice);
+  manager_->drop(other, kDevice);
+  slow_down();
+  simcuda_reset_counters();
+  ASSERT_EQ(manager_->prefetch(std::vector{handle, other}, kDevice).size(), 2U);
+  EXPECT_FALSE(manager_->drop(other, kPinned).record().waited);
+  Lease lease = manager_->acquire(one(handle), kDevice, {.may_block = false});
+  manager_->ensure(other, kDevice, {.may_block = false});
+  lease.release();
+  EXPECT_EQ(counters().busy_host_syncs, 0U);
+  ASSERT_EQ(simcuda_set("h2d", "16GB/s"), 0);
+  EXPECT_EQ(byte_of(handle, kDevice), 1);
+  EXPECT_EQ(byte_of(other, kDevice), 2);
+}
+
 // Or its memory would be used again under the chunks.
 TEST_F(Prefetch, FailureIsToldBehindTheChunksThatAreInFlight) {
   const auto source = block(4 * kChunk, kPinned);

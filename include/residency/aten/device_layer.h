@@ -31,12 +31,17 @@ class RESIDENCY_API DeviceLayer {
   virtual ~DeviceLayer();
 
   /// In a forked child of the process that made it, where devices do not exist and threads that
-  /// held the layer's mutexes neither. What is asked there gets the answer of a layer with nothing
+  /// held the layer's mutexes neither, and once the process exits, when static objects that CUDA
+  /// code needs are gone. What is asked there gets the answer of a layer with nothing
   /// in it, what is given up is left alone, and all else throws `ForkError`; nothing waits.
   [[nodiscard]] bool is_orphan() const noexcept;
 
   /// Empty when the location exists here; otherwise why not. Pure query.
   [[nodiscard]] virtual std::string why_unavailable(Location at) const = 0;
+  /// As `Backend::is_lost`, of a device.
+  [[nodiscard]] virtual bool is_lost(Location device) const = 0;
+  /// As `Backend::check_answers`.
+  virtual void check_answers(Location device) = 0;
   /// How many bytes more page-locked memory can take: in slabs that are there, and in what the
   /// limits of the process let be locked; may stop counting where `wanted` is served. None: no
   /// limit.
@@ -131,8 +136,8 @@ class RESIDENCY_API DeviceLayer {
   /// Sets every location's peak to what is in use now.
   virtual void reset_peaks() = 0;
   /// Gives segments that hold nothing, and memory for staging that nobody holds, back to the
-  /// system; waits for their last uses.
-  virtual void trim() noexcept = 0;
+  /// system. False: some are still in use, by what is in flight, and stay.
+  virtual bool trim() noexcept = 0;
 
  protected:
   void refuse_in_forked_child() const;

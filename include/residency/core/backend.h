@@ -125,6 +125,9 @@ struct CopyResult {
   TransferPath path = TransferPath::kDirect;
   /// The call waited for the copy although its path is an asynchronous one.
   bool blocked = false;
+  /// The copy is not given to the device yet: until `ready`, a fence on a stream, is certain, it can
+  /// fail as those can on the paths that can fail later.
+  bool put_off = false;
 };
 
 /// What a manager needs from the world: memory, copies, fences. Implemented by the torch backend
@@ -152,6 +155,12 @@ class RESIDENCY_API Backend {
 
   /// Empty when the location exists here; otherwise why not. Pure query.
   [[nodiscard]] virtual std::string why_unavailable(Location location) const = 0;
+  /// Whether the location is a device that is known to be lost, and what lies there with it. Pure
+  /// query.
+  [[nodiscard]] virtual bool is_lost(Location location) const;
+  /// Asks a device whether it still answers, without waiting for its work. Throws
+  /// `DeviceLostError`.
+  virtual void check_answers(Location location);
   /// What the packed value will really occupy at the location, rounded as the location rounds.
   /// Pure query, and constant for one spec and location.
   [[nodiscard]] virtual Bytes occupied_bytes(const ValueSpec& spec, Location location) const = 0;

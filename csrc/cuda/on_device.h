@@ -1,0 +1,41 @@
+#pragma once
+
+#include <optional>
+
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
+
+#include "csrc/cuda/runtime.h"
+#include "csrc/cuda/streams.h"
+#include "residency/core/location.h"
+
+namespace residency {
+
+/// Calls c10 on behalf of a device; its errors come as what `throw_cuda_error` throws, but for
+/// `c10::OutOfMemoryError`, which is the one that users of PyTorch expect.
+template <class Call>
+auto with_typed_errors(Location device, const char* what, const Call& call) {
+  try {
+    return call();
+  } catch (const c10::AcceleratorError& error) {
+    throw_cuda_error(static_cast<cudaError_t>(error.get_error_code()), device, what);
+  }
+}
+
+/// Makes a device the current one of the thread in its scope. By c10, which makes no context at the
+/// device that it goes back to. Throws what `throw_cuda_error` throws.
+class OnDevice {
+ public:
+  explicit OnDevice(Location device) {
+    with_typed_errors(device, "cudaSetDevice", [&] { guard_.emplace(index_of(device)); });
+  }
+  // A scope of the thread: there is nothing to hand over.
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  ~OnDevice() = default;
+
+ private:
+  std::optional<c10::cuda::CUDAGuard> guard_;
+};
+
+}  // namespace residency
