@@ -434,6 +434,8 @@ TEST_F(DeviceFault, LastIntactCopyIsNotGivenUpForOneThatWasLost) {
       const Handle pinned = value(*manager, 100'000, 1);
       const Handle pageable = value(*manager, 100'000, 2);
       const Handle known = value(*manager, 100'000, 3);
+      manager->ensure(known, kDevice).wait();  // or the current device would still be the other
+      manager->drop(known, kDevice);
       for (const Handle& handle : {pinned, pageable, known}) {
         manager->ensure(handle, kOther).wait();
       }
