@@ -49,11 +49,15 @@ Verdict ManagerState::would_block(Verdict verdict) {
 }
 
 /// Puts an action into the trace that has failed with the exception which is being handled.
-void ManagerState::append_failed(TransitionRecord& entry, const PlanName& plan) {
-  entry.failed = true;
-  entry.failure = describe(std::current_exception());
-  entry.host_end_ns = now_ns();
-  trace_.append(entry, nullptr, plan);
+void ManagerState::append_failed(TransitionRecord& entry, const PlanName& plan) noexcept {
+  try {
+    entry.failed = true;
+    entry.failure = describe(std::current_exception());
+    entry.host_end_ns = now_ns();
+    trace_.append(entry, nullptr, plan);
+  } catch (...) {
+    // No memory for an entry: the exception itself is what there is to tell.
+  }
 }
 
 ActionReport ManagerState::apply(const ResidencyAction& action, const ActionOptions& options) {

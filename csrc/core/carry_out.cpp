@@ -75,23 +75,32 @@ ManagerState::Inputs ManagerState::collect_inputs(const ValueRecord& record,
 
 /// Charges all that the planned step is about to make, and notes what it works on.
 void ManagerState::charge(Step& step) {
+  step.staging = staging_use(*backend_, step.verdict);
+  Inputs inputs = collect_inputs(*step.record, step.verdict);
+  for (const Transition& each : step.transitions()) {
+    (void)ledger_.account(each.to);
+  }
+  if (step.staging.has_value()) {
+    (void)ledger_.account(step.staging->device);
+    (void)ledger_.account(Location::pinned_host());
+  }
+  // From here on nothing allocates.
   for (const Transition& each : step.transitions()) {
     if (makes(each)) {
       ledger_.account(each.to).charge(each.charge);
     }
   }
-  step.staging = staging_use(*backend_, step.verdict);
   if (step.staging.has_value()) {
     if (ledger_.account(step.staging->device).num_staged++ == 0) {
       ledger_.account(Location::pinned_host()).reserve_staging(step.staging->nbytes);
     }
   }
   step.content_epoch = step.record->content_epoch;
-  step.inputs = collect_inputs(*step.record, step.verdict);
+  step.inputs = std::move(inputs);
 }
 
 /// Undoes `charge`.
-void ManagerState::uncharge(const Step& step) {
+void ManagerState::uncharge(const Step& step) noexcept {
   for (const Transition& each : step.transitions()) {
     if (makes(each)) {
       ledger_.account(each.to).used -= each.charge;
@@ -126,6 +135,9 @@ void ManagerState::keep_made(Step& step, BlockPtr& block) {
   } else {
     slot.in_slot = true;
     step.made.arriving = MaterializationPtr(&slot);
+  }
+  if (step.made.fence) {
+    step.made.arriving->set_ready(step.made.fence);
   }
   step.made.arriving->block = std::move(block);
 }
@@ -207,14 +219,21 @@ void ManagerState::unmake(Made& made, BlockPtr block) {
 
 ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, Step& step,
                                      const ActionOptions& options, const PlanName& plan) {
+  std::vector<Release> releases;
   charge(step);
   try {
-    const Unlocked unlocked(*this, lock);
-    const Inputs owned = std::move(step.inputs);  // let go of with the mutex open
-    make(step, owned, options);
-    if (closed()) {  // meanwhile: nobody is left to give it to
+    {
+      const Unlocked unlocked(*this, lock);
+      const Inputs owned = std::move(step.inputs);  // let go of with the mutex open
+      make(step, owned, options);
+    }
+    try {
+      check_open();  // or nobody is left to give it to
+      prepare(step, trash, releases);
+    } catch (...) {
+      const Unlocked unlocked(*this, lock);
       unmake(step.made, nullptr);
-      check_open();
+      throw;
     }
   } catch (...) {
     uncharge(step);
@@ -222,15 +241,76 @@ ActionReport ManagerState::carry_out(Lock& lock, Trash& trash, Step& step,
     throw;
   }
   step.entry.host_end_ns = now_ns();
-  std::vector<Release> releases;
   ActionReport report;
   publish(step, trash, releases, plan, report);
   run_releases(lock, releases);
   return report;
 }
 
+/// All that `publish` needs memory for. When it throws nothing has changed; otherwise `publish`
+/// comes next.
+void ManagerState::prepare(Step& step, Trash& trash, std::vector<Release>& releases) {
+  const Made& made = step.made;
+  trash.make_room(4, 1);
+  make_room_in(releases, 2);
+  ledger_.make_room_to_list(3);
+  trace_.make_room();
+  const AddressRanges* arriving = nullptr;
+  AddressRanges ranges;
+  for (const Transition& each : step.transitions()) {
+    Materialization* const from = step.record->find(each.from);
+    switch (each.kind) {
+      case TransitionKind::kReconstruct:
+      case TransitionKind::kCopy:
+        if (!each.temporary) {
+          ranges = made.arriving->block->address_ranges();
+          arriving = &ranges;
+        }
+        [[fallthrough]];
+      case TransitionKind::kRefresh:
+        if (each.temporary) {
+          break;
+        }
+        if (made.fence && from != nullptr) {
+          from->make_room_for_reader();
+        }
+        if (each.kind == TransitionKind::kRefresh && made.fence) {
+          step.record->find(each.to)->make_room_for_ready();
+        }
+        if (made.fails_later) {
+          step.arrival.emplace_back().from = each.from;
+        }
+        break;
+      case TransitionKind::kRelease:
+        if (each.temporary) {
+          step.leave.after.reserve(1);
+          step.leave.retiring.emplace_back().until.reserve(1);
+          break;
+        }
+        step.leave = leave_of(*from, made.escape_watch != nullptr);
+        if (!step.arrival.empty() && step.arrival.front().from == each.from) {
+          step.arrival.front().departing_ranges = step.leave.ranges;
+        }
+        break;
+    }
+  }
+  if (arriving != nullptr) {
+    register_ranges(*arriving);
+  }
+  if (!step.arrival.empty() && !step.arrival.front().departing_ranges.empty()) {
+    try {
+      register_ranges(step.arrival.front().departing_ranges);  // its memory is ours until it goes
+    } catch (...) {
+      if (arriving != nullptr) {
+        unregister_ranges(*arriving);
+      }
+      throw;
+    }
+  }
+}
+
 /// The materialization that the step's copy or reconstruct has made, or overwritten.
-void ManagerState::publish_made(Step& step, const Transition& transition, Trash& trash) {
+void ManagerState::publish_made(Step& step, const Transition& transition, Trash& trash) noexcept {
   ValueRecord& record = *step.record;
   Made& made = step.made;
   Materialization* target = nullptr;
@@ -240,7 +320,7 @@ void ManagerState::publish_made(Step& step, const Transition& transition, Trash&
   } else {
     made.arriving->location = transition.to;
     made.arriving->charge = transition.charge;
-    target = attach(record, std::move(made.arriving));
+    target = link(record, std::move(made.arriving));
     ledger_.list(transition.to);
   }
   target->set_ready(made.fence);
@@ -261,16 +341,20 @@ void ManagerState::publish_made(Step& step, const Transition& transition, Trash&
 
 /// What was loaded for this step alone.
 void ManagerState::release_temporary(Step& step, const Transition& transition,
-                                     std::vector<Release>& releases) {
+                                     std::vector<Release>& releases) noexcept {
   Account& account = ledger_.account(transition.from);
   account.used -= transition.charge;
-  std::vector<FencePtr> after;
+  std::vector<FencePtr>& after = step.leave.after;
   if (is_pending(step.made.fence)) {
     after.push_back(step.made.fence);
   }
   if (!is_reused_at_once(transition.from, after)) {
     account.retiring += transition.charge;
-    retiring_.push_back({transition.from, transition.charge, after});
+    Retiring& retiring = step.leave.retiring.front();
+    retiring.location = transition.from;
+    retiring.bytes = transition.charge;
+    retiring.until = after;  // there is room
+    retiring_.splice(retiring_.end(), step.leave.retiring);
   }
   releases.push_back({std::move(step.made.temporary), std::move(after)});
 }
@@ -278,9 +362,8 @@ void ManagerState::release_temporary(Step& step, const Transition& transition,
 /// The source of a transfer that can still fail goes only when that has succeeded: the fence keeps
 /// the block until then, the arrival the rest; and the block too where others use it, who may need
 /// it for longer.
-void ManagerState::depart(Step& step, MaterializationPtr given_up, Arrival& arrival, Trash& trash) {
-  arrival.departing_ranges = given_up->block->address_ranges();
-  register_ranges(arrival.departing_ranges);  // its memory is ours until it has gone
+void ManagerState::depart(Step& step, MaterializationPtr given_up, Arrival& arrival,
+                          Trash& trash) noexcept {
   bool used_by_others = false;
   given_up->for_each_pending(
       [&](const FencePtr& fence) { used_by_others |= fence != step.made.fence; });
@@ -292,8 +375,12 @@ void ManagerState::depart(Step& step, MaterializationPtr given_up, Arrival& arri
   if (FencePtr& watch = step.made.escape_watch; watch != nullptr) {
     account.escaped += given_up->charge;
     arrival.escape_watch = watch;
-    escaped_.push_back({step.handle, given_up->location, given_up->charge, std::move(watch),
-                        arrival.departing_ranges});
+    Escaped& escaped = step.leave.escaped.front();
+    escaped.handle = step.handle;
+    escaped.location = given_up->location;
+    escaped.bytes = given_up->charge;
+    escaped.until = std::move(watch);
+    escaped_.splice(escaped_.end(), step.leave.escaped);
   } else {
     account.used -= given_up->charge;
     account.retiring += given_up->charge;
@@ -301,9 +388,10 @@ void ManagerState::depart(Step& step, MaterializationPtr given_up, Arrival& arri
   arrival.departing = std::move(given_up);
 }
 
-/// Makes the manager's what `make` has made. The releases are to be run with the mutex open.
+/// Makes the manager's what `make` has made, right after `prepare`. The releases are to be run with
+/// the mutex open. See Note [Commits cannot fail].
 void ManagerState::publish(Step& step, Trash& trash, std::vector<Release>& releases,
-                           const PlanName& plan, ActionReport& report) {
+                           const PlanName& plan, ActionReport& report) noexcept {
   ValueRecord& record = *step.record;
   Made& made = step.made;
   report.gave_up_shared_ = made.escape_watch != nullptr;
@@ -318,7 +406,8 @@ void ManagerState::publish(Step& step, Trash& trash, std::vector<Release>& relea
       }
       publish_made(step, each, trash);
       if (made.fails_later) {
-        arrival = &arrivals_.emplace_back();
+        arrivals_.splice(arrivals_.end(), step.arrival);
+        arrival = &arrivals_.back();
         arrival->handle = step.handle;
         arrival->at = each.to;
         arrival->from = each.from;
@@ -329,13 +418,13 @@ void ManagerState::publish(Step& step, Trash& trash, std::vector<Release>& relea
     } else if (each.temporary) {
       release_temporary(step, each, releases);
     } else {
-      MaterializationPtr given_up = detach(record, each.from);
+      MaterializationPtr given_up = detach(record, each.from, step.leave);
       report.gave_up_stale_ = given_up->stale;
       if (arrival != nullptr && arrival->from == each.from) {
         record.find(arrival->at)->replaces = true;
         depart(step, std::move(given_up), *arrival, trash);
       } else {
-        give_up(record, std::move(given_up), std::move(made.escape_watch), releases);
+        give_up(record, std::move(given_up), step.leave, std::move(made.escape_watch), releases);
       }
     }
   }
@@ -368,15 +457,18 @@ ActionReport ManagerState::carry_out_discard(Lock& lock, Trash& trash, Step& ste
                                              const PlanName& plan) {
   std::vector<Release> releases;
   std::vector<FencePtr> watches;
+  std::vector<Leave> leaves;
   ValueRecord& record = *step.record;
   try {
     watches = watch_escapes(lock, record);
+    leaves = prepare_end(record, watches, trash, releases);
   } catch (...) {
     append_failed(step.entry, plan);
     throw;
   }
-  for (FencePtr& watch : watches) {
-    give_up(record, detach(record, record.first->location), std::move(watch), releases);
+  for (std::size_t i = 0; i < leaves.size(); ++i) {
+    give_up(record, detach(record, record.first->location, leaves[i]), leaves[i],
+            std::move(watches[i]), releases);
   }
   end_value(record, trash);
   failures_.erase(step.handle.id());

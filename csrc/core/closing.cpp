@@ -136,9 +136,12 @@ void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
   }
   values_.for_each([&](ValueRecord& record) {
     while (record.first) {
-      give_up(record, detach(record, record.first->location), nullptr, releases);
+      Leave leave = leave_of(*record.first, /*escapes=*/false);
+      make_room_in(releases, 1);
+      give_up(record, detach(record, record.first->location, leave), leave, nullptr, releases);
     }
     if (!record.discarded) {
+      trash.make_room(2);
       end_value(record, trash);
     }
   });
@@ -165,9 +168,11 @@ void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
   auto retiring = std::exchange(retiring_, {});
   auto escaped = std::exchange(escaped_, {});
   auto failures = std::exchange(failures_, {});
-  auto orphans = std::exchange(orphans_, {});
+  auto orphans = std::move(orphans_);
   const Unlocked unlocked(*this, lock);
-  orphans.clear();  // and their views, before the blocks
+  while (orphans != nullptr) {  // and their views, before the blocks
+    orphans = std::move(orphans->next);
+  }
   for (Release& each : releases) {
     backend_->release(std::move(each.block), std::move(each.after));
   }

@@ -106,6 +106,7 @@ std::vector<ValueRecord*> ManagerState::resolve_all(Lock& lock, Trash& trash,
     }
   }
   if (busy) {
+    turns.make_room(unique.size());
     std::vector<Handle> sorted = unique;
     std::ranges::sort(sorted);
     for (const Handle& handle : sorted) {
@@ -149,12 +150,13 @@ std::unique_ptr<LeaseState> ManagerState::protect_for_lease(
     lease->values[i].materialization = materialization;
     lease->values[i].block = materialization->block;
   }
+  lease->streams.reserve(1);
+  leases_.insert(lease.get());
   for (const LeasedValue& each : lease->values) {
     ++each.materialization->num_leases;
     ++each.record->num_leases;
     each.record->write_leased = access == Access::kWrite;
   }
-  leases_.insert(lease.get());
   ++num_leases_;
   return lease;
 }
@@ -188,28 +190,28 @@ Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const H
   check_available(at);
   Turns turns(*this);
   lease = protect_for_lease(lock, trash, call, handles, at, options, turns);
-  // What comes first: the arrival, and before a write whoever still reads the bytes. The host waits
-  // for it at host locations, and for what no stream can wait for.
-  const AccessOrder order(*lease);
-  std::vector<FencePtr> host_waits;
-  for (const FencePtr& fence : order.all()) {
-    if (fence && (!at.is_cuda() || !fence->on_stream())) {
-      host_waits.push_back(fence);
-    }
-  }
-  std::vector<FencePtr> put_off;
-  for (const LeasedValue& each : lease->values) {
-    if (each.materialization->is_uncertain()) {  // should it fail, nobody takes it away meanwhile
-      turns.take_idle(*each.record);
-    }
-    if (each.materialization->is_put_off()) {
-      put_off.push_back(each.materialization->ready());
-    }
-  }
   std::exception_ptr failure;
   std::size_t num_begun = 0;
   std::optional<Stream> stream;
   try {
+    // What comes first: the arrival, and before a write whoever still reads the bytes. The host
+    // waits for it at host locations, and for what no stream can wait for.
+    const AccessOrder order(*lease);
+    std::vector<FencePtr> host_waits;
+    for (const FencePtr& fence : order.all()) {
+      if (fence && (!at.is_cuda() || !fence->on_stream())) {
+        host_waits.push_back(fence);
+      }
+    }
+    std::vector<FencePtr> put_off;
+    for (const LeasedValue& each : lease->values) {
+      if (each.materialization->is_uncertain()) {  // should it fail, nobody takes it away meanwhile
+        turns.take_idle(*each.record);
+      }
+      if (each.materialization->is_put_off()) {
+        put_off.push_back(each.materialization->ready());
+      }
+    }
     if (!options.may_block && std::ranges::any_of(host_waits, is_pending)) {
       throw UnavailableError(fmt::format(
           "{}: not all of it is ready at {}, and it may not wait there (may_block = false)", call,
@@ -442,50 +444,68 @@ FencePtr ManagerState::join(Block& block, const Stream& stream, std::span<const 
   return backend_->record_use(stream);
 }
 
+/// Records the last uses, then ends what was begun for each value. Runs in the open. Throws what
+/// recording throws; `failure` gets the rest.
+void ManagerState::end_accesses(LeaseState& lease, std::span<const Stream> streams,
+                                std::vector<FencePtr>& last_uses, std::exception_ptr& failure) {
+  const std::lock_guard guard(lease.mutex);
+  // The first stream comes last: for a writer it has waited for the others by then, so that one
+  // fence says when the bytes are there.
+  for (std::size_t i = streams.size(); i-- > 0;) {
+    last_uses.push_back(i == 0 && lease.access == Access::kWrite
+                            ? join(*lease.values[0].block, streams[0], last_uses)
+                            : backend_->record_use(streams[i]));
+  }
+  bool is_written = false;
+  for (LeasedValue& each : lease.values) {
+    try {
+      if (auto field =
+              backend_->end_access(*each.block, lease.access, options_.checksum_leases)) {
+        each.written = std::move(field);
+      }
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    is_written |= each.written.has_value();
+  }
+  for (LeasedValue& each : lease.values) {
+    each.view = nullptr;  // before the protection ends: then the block can go at once
+  }
+  if (is_written && lease.access == Access::kRead && last_uses.size() > 1) {
+    // Nobody said which stream would write, so none has waited for the others.
+    last_uses.push_back(join(*lease.values[0].block, streams[0], last_uses));
+  }
+}
+
 void ManagerState::release(LeaseState& lease, bool wait) {
   if (lease.ended.exchange(true, std::memory_order_acq_rel)) {
     return;
   }
-  std::vector<std::pair<std::size_t, std::string>> written;  // positions, and fields of theirs
   std::vector<FencePtr> last_uses;
   std::exception_ptr failure;
   {
     Lock lock(mutex_);
-    if (!closed()) {
-      const std::vector<Stream> streams = lease.streams;  // an add_stream may be failing meanwhile
-      const Unlocked unlocked(*this, lock);
-      const std::lock_guard guard(lease.mutex);
-      // The first stream comes last: for a writer it has waited for the others by then, so that one
-      // fence says when the bytes are there.
-      try {
-        for (std::size_t i = streams.size(); i-- > 0;) {
-          last_uses.push_back(i == 0 && lease.access == Access::kWrite
-                                  ? join(*lease.values[0].block, streams[0], last_uses)
-                                  : backend_->record_use(streams[i]));
-        }
-      } catch (...) {
-        // Nothing would be ordered behind a use that is not recorded: the lease goes on, and can be
-        // released again.
-        lease.ended.store(false, std::memory_order_release);
-        throw;
+    const auto make_room = [&] {
+      for (const LeasedValue& each : lease.values) {
+        each.materialization->make_room_for_last_uses(last_uses.capacity());
       }
-      for (std::size_t i = 0; i < lease.values.size(); ++i) {
-        try {
-          if (auto field = backend_->end_access(*lease.values[i].block, lease.access,
-                                                options_.checksum_leases)) {
-            written.emplace_back(i, std::move(*field));
-          }
-        } catch (...) {
-          failure = std::current_exception();
-        }
+    };
+    // Nothing would be ordered behind a use that is not recorded: when it cannot be, the lease goes
+    // on, and can be released again.
+    try {
+      if (!closed()) {
+        const std::vector<Stream> streams = lease.streams;  // an add_stream may be failing meanwhile
+        last_uses.reserve(streams.empty() ? 0 : streams.size() + 1);
+        make_room();
+        const Unlocked unlocked(*this, lock);
+        end_accesses(lease, streams, last_uses, failure);
       }
-      for (LeasedValue& each : lease.values) {
-        each.view = nullptr;  // before the protection ends: then the block can go at once
+      if (!closed()) {
+        make_room();  // others may have taken it
       }
-      if (!written.empty() && lease.access == Access::kRead && last_uses.size() > 1) {
-        // Nobody said which stream would write, so none has waited for the others.
-        last_uses.push_back(join(*lease.values[0].block, streams[0], last_uses));
-      }
+    } catch (...) {
+      lease.ended.store(false, std::memory_order_release);
+      throw;
     }
     if (!closed()) {
       const auto accept_write = [&](const LeasedValue& each) {
@@ -499,12 +519,9 @@ void ManagerState::release(LeaseState& lease, bool wait) {
         for (const FencePtr& fence : last_uses) {
           each.materialization->add_last_use(fence);
         }
-        if (lease.access == Access::kWrite) {
+        if (lease.access == Access::kWrite || each.written.has_value()) {
           accept_write(each);
         }
-      }
-      for (const auto& [position, field] : written) {
-        accept_write(lease.values[position]);
       }
       end_protection(lease);
       ++version_;
@@ -520,9 +537,12 @@ void ManagerState::release(LeaseState& lease, bool wait) {
   if (wait) {
     wait_all(last_uses);
   }
-  if (!written.empty()) {
-    const auto& [position, field] = written.front();
-    const Handle& handle = lease.handles[position];
+  for (std::size_t i = 0; i < lease.values.size(); ++i) {
+    if (!lease.values[i].written.has_value()) {
+      continue;
+    }
+    const std::string& field = *lease.values[i].written;
+    const Handle& handle = lease.handles[i];
     throw UndeclaredWriteError(
         handle, field,
         fmt::format("field '{}' of {} was written, through some alias of it, without a write lease "
@@ -539,7 +559,8 @@ void ManagerState::keep(std::unique_ptr<LeaseState> lease) noexcept {
   const Lock lock(mutex_);
   if (!closed()) {
     lease->manager.reset();  // we own it now, and would own ourselves
-    orphans_.push_back(std::move(lease));
+    lease->next = std::move(orphans_);
+    orphans_ = std::move(lease);
   }
 }
 

@@ -125,6 +125,12 @@ class Ledger {
     accounts_.push_back({.location = location});
     return accounts_.back();
   }
+  /// So that adding so many does not allocate, where their accounts are there.
+  void make_room_to_list(std::size_t count) {
+    if (listed_.capacity() - listed_.size() < count) {
+      listed_.reserve(2 * listed_.capacity() + count);
+    }
+  }
   /// Adds the location to the public list at its first successful use.
   void list(Location location) {
     Account& account = this->account(location);

@@ -1,11 +1,14 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
+#include <limits>
+#include <list>
 #include <map>
 #include <memory>
 #include <memory_resource>
@@ -29,11 +32,25 @@
 
 namespace residency {
 
+/// So that what is added next needs no memory.
+template <class Element>
+void make_room_in(std::vector<Element>& vector, std::size_t num_more) {
+  if (vector.capacity() - vector.size() < num_more) {
+    vector.reserve(std::max(vector.size() + num_more, 2 * vector.capacity()));
+  }
+}
+
 /// What is taken out of the state under the mutex and destroyed after it: a tensor's destructor may
 /// take the GIL, a source may be a Python object.
 struct Trash {
   std::vector<std::shared_ptr<const void>> objects;
   std::vector<MaterializationPtr> materializations;
+
+  /// Room for so many more: adding them cannot fail then.
+  void make_room(std::size_t num_objects, std::size_t num_materializations = 0) {
+    make_room_in(objects, num_objects);
+    make_room_in(materializations, num_materializations);
+  }
 };
 
 /// A lease's share of one value.
@@ -42,6 +59,7 @@ struct LeasedValue {
   Materialization* materialization = nullptr;  // stays where it is while it is leased
   BlockPtr block;
   std::unique_ptr<View> view;
+  std::optional<std::string> written;  // as it ended: the field that was, without being declared
 };
 
 struct LeaseState {
@@ -56,6 +74,7 @@ struct LeaseState {
   std::atomic<std::size_t> next_view{0};  // readers mostly go through a lease in its order
   std::vector<Stream> streams;            // guarded by the manager's mutex
   std::atomic<bool> ended{false};
+  std::unique_ptr<LeaseState> next;       // of those that nobody could end
 };
 
 struct HoldState {
@@ -94,6 +113,11 @@ struct ScopeState {
 /// `Unlocked` section. Before it, the call has taken the *turn* of the value that it works on
 /// (`Turn`), so the value cannot change under it, and has charged what it is about to make; after
 /// it the result is committed, or the charges are undone. `close` waits until no section is open.
+///
+/// Note [Commits cannot fail]
+/// A copy that was made and is then lost track of would be a lost value, so from the first change to
+/// the state on nothing allocates: what that takes (`Leave`, nodes of lists, room in vectors) is had
+/// before. When there is no memory for it, nothing has changed.
 class ManagerState final : public std::enable_shared_from_this<ManagerState>, public Reclaimer {
  public:
   ManagerState(ManagerId id, ManagerOptions options, std::shared_ptr<Backend> backend);
@@ -134,6 +158,8 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   [[nodiscard]] View& view(LeaseState& lease, const Handle& handle);
   void add_stream(LeaseState& lease, const Stream& stream);
   void release(LeaseState& lease, bool wait);
+  void end_accesses(LeaseState& lease, std::span<const Stream> streams,
+                    std::vector<FencePtr>& last_uses, std::exception_ptr& failure);
   [[nodiscard]] FencePtr join(Block& block, const Stream& stream, std::span<const FencePtr> uses);
   void keep(std::unique_ptr<LeaseState> lease) noexcept;
   [[nodiscard]] Hold hold(std::span<const Handle> handles, Location at);
@@ -226,6 +252,14 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
     MemoryReservation fields;
     std::shared_ptr<void> headroom;
   };
+  /// What it takes to give up a materialization. See Note [Commits cannot fail].
+  struct Leave {
+    AddressRanges ranges;
+    MaterializationPtr outside;      // for one that stands in its record
+    std::vector<FencePtr> after;     // room for all that may be pending
+    std::list<Retiring> retiring;    // one, with that room too
+    std::list<Escaped> escaped;      // one
+  };
   /// What an action works on, as it was when the action began.
   struct Inputs {
     BlockPtr source;
@@ -257,6 +291,8 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
     std::optional<StagingUse> staging = {};
     Inputs inputs;
     Made made;
+    Leave leave;                  // of what is given up
+    std::list<Arrival> arrival;  // one, of a copy that can still fail
 
     [[nodiscard]] std::span<const Transition> transitions() const noexcept {
       return {verdict.transitions.data(), verdict.num_transitions};
@@ -302,16 +338,22 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   void admit(Lock& lock, Trash& trash, Location location, Bytes nbytes, bool may_block);
   [[nodiscard]] static MaterializationPtr adoptable(const BlockPtr& block, const ValueSpec& spec,
                                                     FencePtr ready);
-  [[nodiscard]] Handle add_adopted(MaterializationPtr materialization, const ValueSpec& spec,
+  [[nodiscard]] Handle add_adopted(MaterializationPtr& materialization, const ValueSpec& spec,
                                    ValueType type);
   Materialization* attach(ValueRecord& record, MaterializationPtr materialization);
-  [[nodiscard]] MaterializationPtr detach(ValueRecord& record, Location location);
-  void give_up(ValueRecord& record, MaterializationPtr given_up, FencePtr escape_watch,
-               std::vector<Release>& releases);
+  Materialization* link(ValueRecord& record, MaterializationPtr materialization) noexcept;
+  [[nodiscard]] static Leave leave_of(const Materialization& materialization, bool escapes);
+  [[nodiscard]] MaterializationPtr detach(ValueRecord& record, Location location,
+                                          Leave& leave) noexcept;
+  void give_up(ValueRecord& record, MaterializationPtr given_up, Leave& leave,
+               FencePtr escape_watch, std::vector<Release>& releases) noexcept;
   [[nodiscard]] bool is_reused_at_once(Location location, std::span<const FencePtr> after) const;
-  [[nodiscard]] std::vector<Escaped>::iterator find_escaped(Location at,
+  [[nodiscard]] std::list<Escaped>::iterator find_escaped(Location at,
                                                             const AddressRanges& ranges);
-  void end_value(ValueRecord& record, Trash& trash);
+  [[nodiscard]] std::vector<Leave> prepare_end(const ValueRecord& record,
+                                               std::span<const FencePtr> watches, Trash& trash,
+                                               std::vector<Release>& releases);
+  void end_value(ValueRecord& record, Trash& trash) noexcept;
   void mark_others_stale(ValueRecord& record, const Materialization* good);
   void run_releases(Lock& lock, std::vector<Release>& releases);
 
@@ -322,7 +364,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
                                const ActionOptions& options, Step& step, const PlanName& plan,
                                bool pin);
   [[nodiscard]] static Verdict would_block(Verdict verdict);
-  void append_failed(TransitionRecord& entry, const PlanName& plan);
+  void append_failed(TransitionRecord& entry, const PlanName& plan) noexcept;
 
   // reclaim.cpp
   struct Leaving {
@@ -338,7 +380,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   ActionReport carry_out_discard(Lock& lock, Trash& trash, Step& step, const PlanName& plan);
   static void note_verdict(Step& step);
   void charge(Step& step);
-  void uncharge(const Step& step);
+  void uncharge(const Step& step) noexcept;
   [[nodiscard]] std::vector<Location> relied_on_without(const ValueRecord& record,
                                                         const Materialization& given_up,
                                                         const Verdict& verdict) const;
@@ -350,15 +392,18 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   void make(Step& step, const Inputs& inputs, const ActionOptions& options);
   static void keep_made(Step& step, BlockPtr& block);
   void unmake(Made& made, BlockPtr block);
+  void prepare(Step& step, Trash& trash, std::vector<Release>& releases);
   void publish(Step& step, Trash& trash, std::vector<Release>& releases, const PlanName& plan,
-               ActionReport& report);
+               ActionReport& report) noexcept;
   void publish_no_op(Step& step, const PlanName& plan, ActionReport& report);
-  void publish_made(Step& step, const Transition& transition, Trash& trash);
-  void release_temporary(Step& step, const Transition& transition, std::vector<Release>& releases);
-  void depart(Step& step, MaterializationPtr given_up, Arrival& arrival, Trash& trash);
+  void publish_made(Step& step, const Transition& transition, Trash& trash) noexcept;
+  void release_temporary(Step& step, const Transition& transition,
+                         std::vector<Release>& releases) noexcept;
+  void depart(Step& step, MaterializationPtr given_up, Arrival& arrival, Trash& trash) noexcept;
 
   void register_ranges(const AddressRanges& ranges);
-  void unregister_ranges(const AddressRanges& ranges);
+  void unregister_ranges(const AddressRanges& ranges,
+                         std::size_t most = std::numeric_limits<std::size_t>::max()) noexcept;
 
   struct Simulated {
     bool feasible = true;
@@ -461,10 +506,10 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   // The last that was registered began here, and this is the next to begin.
   std::uintptr_t last_range_begin_ = 0;
   Ranges::iterator next_range_ = managed_ranges_.end();
-  std::deque<Arrival> arrivals_;
-  std::deque<Retiring> retiring_;
-  std::vector<Escaped> escaped_;
-  std::unordered_map<std::int64_t, std::deque<Failure>> failures_;  // told oldest first
+  std::list<Arrival> arrivals_;
+  std::list<Retiring> retiring_;
+  std::list<Escaped> escaped_;
+  std::unordered_map<std::int64_t, std::list<Failure>> failures_;  // told oldest first
   std::unordered_map<ValueRecord*, std::deque<Waiter*>> waiters_;
   std::map<std::uint64_t, OpenReservation> reservations_;
   std::uint64_t next_reservation_ = 1;
@@ -474,7 +519,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   std::unordered_set<LeaseState*> leases_;  // active ones
   /// Destroyed while active, and the backend could not say when their uses end: what they lease
   /// stays protected until the manager closes.
-  std::vector<std::unique_ptr<LeaseState>> orphans_;
+  std::unique_ptr<LeaseState> orphans_;  // the last of them
   std::uint32_t num_leases_ = 0;
   std::uint32_t num_holds_ = 0;
   std::uint32_t num_scopes_ = 0;
@@ -537,8 +582,9 @@ class ManagerState::Turns {
   Turns& operator=(const Turns&) = delete;
   ~Turns() { end(); }
 
-  /// Takes over a turn that was taken.
-  void add(ValueRecord* record) { records_.push_back(record); }
+  void make_room(std::size_t num_more) { make_room_in(records_, num_more); }
+  /// Takes over a turn that was taken. There must be room.
+  void add(ValueRecord* record) noexcept { records_.push_back(record); }
   /// Takes the turn of a record that nobody has, or that is among these.
   void take_idle(ValueRecord& record) {
     if (!record.busy) {

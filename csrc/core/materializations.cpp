@@ -8,6 +8,12 @@ namespace residency {
 /// Returns where it stands until it is detached.
 Materialization* ManagerState::attach(ValueRecord& record, MaterializationPtr materialization) {
   register_ranges(materialization->block->address_ranges());
+  return link(record, std::move(materialization));
+}
+
+/// The same for one whose ranges are registered.
+Materialization* ManagerState::link(ValueRecord& record,
+                                    MaterializationPtr materialization) noexcept {
   if (Materialization& slot = record.slot_for_first; !slot.in_slot) {  // there is room by now
     slot = std::move(*materialization);
     slot.in_slot = true;
@@ -23,7 +29,25 @@ Materialization* ManagerState::attach(ValueRecord& record, MaterializationPtr ma
   return place->get();
 }
 
-MaterializationPtr ManagerState::detach(ValueRecord& record, Location location) {
+ManagerState::Leave ManagerState::leave_of(const Materialization& materialization, bool escapes) {
+  Leave leave;
+  leave.ranges = materialization.block->address_ranges();
+  if (materialization.in_slot) {
+    leave.outside.reset(new Materialization);
+  }
+  if (escapes) {
+    leave.escaped.emplace_back().ranges = leave.ranges;
+  }
+  if (const auto& fences = materialization.fences; fences) {
+    const std::size_t most = 1 + fences->last_uses.size() + fences->readers.size();
+    leave.after.reserve(most);
+    leave.retiring.emplace_back().until.reserve(most);
+  }
+  return leave;
+}
+
+MaterializationPtr ManagerState::detach(ValueRecord& record, Location location,
+                                        Leave& leave) noexcept {
   MaterializationPtr* place = &record.first;
   while (*place != nullptr && (*place)->location != location) {
     place = &(*place)->next;
@@ -31,36 +55,41 @@ MaterializationPtr ManagerState::detach(ValueRecord& record, Location location) 
   if (*place == nullptr) {
     return nullptr;
   }
-  // The slot is the record's, and what is detached outlives that. When there is no room for it
-  // nothing has changed.
-  MaterializationPtr outside((*place)->in_slot ? new Materialization : nullptr);
   MaterializationPtr detached = std::move(*place);
   *place = std::move(detached->next);
-  if (outside != nullptr) {
-    *outside = std::move(*detached);
-    outside->in_slot = false;
-    detached = std::move(outside);
+  if (detached->in_slot) {  // which is the record's, and what is detached outlives that
+    *leave.outside = std::move(*detached);
+    leave.outside->in_slot = false;
+    detached = std::move(leave.outside);
   }
-  unregister_ranges(detached->block->address_ranges());
+  unregister_ranges(leave.ranges);
   return detached;
 }
 
+/// All of them or none.
 void ManagerState::register_ranges(const AddressRanges& ranges) {
-  for (const AddressRange& range : ranges) {
-    const bool is_before_next =
-        last_range_begin_ <= range.begin &&
-        (next_range_ == managed_ranges_.end() || range.begin <= next_range_->first);
-    const auto registered = managed_ranges_.emplace_hint(next_range_, range.begin, range.end);
-    // What was made one after the other mostly lies so: then this costs no search.
-    if (!is_before_next) {
-      next_range_ = std::next(registered);
+  std::size_t num_done = 0;
+  try {
+    for (const AddressRange& range : ranges) {
+      const bool is_before_next =
+          last_range_begin_ <= range.begin &&
+          (next_range_ == managed_ranges_.end() || range.begin <= next_range_->first);
+      const auto registered = managed_ranges_.emplace_hint(next_range_, range.begin, range.end);
+      // What was made one after the other mostly lies so: then this costs no search.
+      if (!is_before_next) {
+        next_range_ = std::next(registered);
+      }
+      last_range_begin_ = range.begin;
+      ++num_done;
     }
-    last_range_begin_ = range.begin;
+  } catch (...) {
+    unregister_ranges(ranges, num_done);
+    throw;
   }
 }
 
-void ManagerState::unregister_ranges(const AddressRanges& ranges) {
-  for (const AddressRange& range : ranges) {
+void ManagerState::unregister_ranges(const AddressRanges& ranges, std::size_t most) noexcept {
+  for (const AddressRange& range : std::span(ranges.begin(), std::min(most, ranges.size()))) {
     const auto [first, last] = managed_ranges_.equal_range(range.begin);
     const auto found =
         std::find_if(first, last, [&](const auto& each) { return each.second == range.end; });
@@ -78,15 +107,20 @@ bool ManagerState::is_reused_at_once(Location location, std::span<const FencePtr
          (after.empty() || backend_->reuses_in_device_order(location));
 }
 
-void ManagerState::give_up(ValueRecord& record, MaterializationPtr given_up, FencePtr escape_watch,
-                           std::vector<Release>& releases) {
-  std::vector<FencePtr> after;
+/// There is room for the release.
+void ManagerState::give_up(ValueRecord& record, MaterializationPtr given_up, Leave& leave,
+                           FencePtr escape_watch, std::vector<Release>& releases) noexcept {
+  std::vector<FencePtr>& after = leave.after;
   given_up->for_each_pending([&](const FencePtr& fence) { after.push_back(fence); });
   Account& account = ledger_.account(given_up->location);
   if (escape_watch) {
     account.escaped += given_up->charge;
-    escaped_.push_back({values_.handle_of(record), given_up->location, given_up->charge,
-                        std::move(escape_watch), given_up->block->address_ranges()});
+    Escaped& escaped = leave.escaped.front();
+    escaped.handle = values_.handle_of(record);
+    escaped.location = given_up->location;
+    escaped.bytes = given_up->charge;
+    escaped.until = std::move(escape_watch);
+    escaped_.splice(escaped_.end(), leave.escaped);
   } else {
     account.used -= given_up->charge;
     if (!after.empty()) {
@@ -94,7 +128,11 @@ void ManagerState::give_up(ValueRecord& record, MaterializationPtr given_up, Fen
       // which `synchronize` waits for.
       const Bytes bytes = is_reused_at_once(given_up->location, after) ? Bytes() : given_up->charge;
       account.retiring += bytes;
-      retiring_.push_back({given_up->location, bytes, after});
+      Retiring& retiring = leave.retiring.front();
+      retiring.location = given_up->location;
+      retiring.bytes = bytes;
+      retiring.until = after;  // there is room
+      retiring_.splice(retiring_.end(), leave.retiring);
     }
   }
   releases.push_back({std::move(given_up->block), std::move(after)});
@@ -106,7 +144,7 @@ void ManagerState::give_up(ValueRecord& record, MaterializationPtr given_up, Fen
 }
 
 /// The escaped memory that is exactly this, if any.
-std::vector<ManagerState::Escaped>::iterator ManagerState::find_escaped(
+std::list<ManagerState::Escaped>::iterator ManagerState::find_escaped(
     Location at, const AddressRanges& ranges) {
   return ranges.empty() ? escaped_.end() : std::ranges::find_if(escaped_, [&](const Escaped& each) {
     return each.location == at && each.ranges == ranges;
@@ -123,7 +161,24 @@ std::vector<FencePtr> ManagerState::watch_escapes(Lock& lock, const ValueRecord&
   return watches;
 }
 
-void ManagerState::end_value(ValueRecord& record, Trash& trash) {
+/// All that giving up every materialization and ending the value needs memory for: one entry for
+/// each, in their order.
+std::vector<ManagerState::Leave> ManagerState::prepare_end(const ValueRecord& record,
+                                                           std::span<const FencePtr> watches,
+                                                           Trash& trash,
+                                                           std::vector<Release>& releases) {
+  std::vector<Leave> leaves;
+  leaves.reserve(watches.size());
+  for (const Materialization* each = record.first.get(); each != nullptr; each = each->next.get()) {
+    leaves.push_back(leave_of(*each, watches[leaves.size()] != nullptr));
+  }
+  make_room_in(releases, watches.size());
+  trash.make_room(2, watches.size());
+  trace_.make_room();
+  return leaves;
+}
+
+void ManagerState::end_value(ValueRecord& record, Trash& trash) noexcept {
   record.discarded = true;
   trash.objects.push_back(std::move(record.source));
   trash.objects.push_back(std::move(record.spec.layout));

@@ -24,7 +24,10 @@ Reservation ManagerState::reserve(MemoryReservation reservation, bool require_ph
   admit(lock, trash, reservation.location, reservation.nbytes, may_block);
   ledger_.account(reservation.location).reserve(reservation.nbytes);
   std::shared_ptr<void> headroom;
+  std::map<std::uint64_t, OpenReservation> open;
   try {
+    open.emplace(0, OpenReservation{reservation, nullptr});
+    ledger_.make_room_to_list(1);
     const Unlocked unlocked(*this, lock);
     headroom = backend_->make_headroom(reservation.location, reservation.nbytes, reservation.label);
     if (!headroom && require_physical) {
@@ -43,8 +46,10 @@ Reservation ManagerState::reserve(MemoryReservation reservation, bool require_ph
   state->number = next_reservation_++;
   state->physical = headroom != nullptr;
   ledger_.list(reservation.location);
-  reservations_.emplace(state->number,
-                        OpenReservation{std::move(reservation), std::move(headroom)});
+  auto node = open.extract(open.begin());
+  node.key() = state->number;
+  node.mapped().headroom = std::move(headroom);
+  reservations_.insert(std::move(node));
   ++version_;
   return Reservation(std::move(state));
 }

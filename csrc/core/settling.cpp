@@ -1,4 +1,5 @@
-#include <algorithm>
+#include <iterator>
+#include <list>
 #include <utility>
 
 #include <fmt/format.h>
@@ -6,16 +7,28 @@
 #include "manager_state.h"
 
 namespace residency {
+namespace {
+
+/// Where one throws, those before it are settled, and it and those after it as they were.
+template <class Each, class Settle>
+void erase_settled(std::list<Each>& list, const Settle& settle) {
+  for (auto each = list.begin(); each != list.end();) {
+    each = settle(*each) ? list.erase(each) : std::next(each);
+  }
+}
+
+}  // namespace
 
 /// A record whose turn somebody else has is left alone: that call looks at it with the mutex open.
 /// `own` is the record whose turn the caller has.
 void ManagerState::settle(Trash& trash, const ValueRecord* own) {
-  std::erase_if(arrivals_, [&](Arrival& each) { return settle_arrival(each, trash, own); });
-  std::erase_if(retiring_, [&](Retiring& each) { return settle_retiring(each, trash); });
-  std::erase_if(escaped_, [&](Escaped& each) {
+  erase_settled(arrivals_, [&](Arrival& each) { return settle_arrival(each, trash, own); });
+  erase_settled(retiring_, [&](Retiring& each) { return settle_retiring(each, trash); });
+  erase_settled(escaped_, [&](Escaped& each) {
     if (each.until->poll() == FenceStatus::kPending) {
       return false;
     }
+    trash.make_room(1);
     Account& account = ledger_.account(each.location);
     account.used -= each.bytes;
     account.escaped -= each.bytes;
@@ -41,6 +54,7 @@ bool ManagerState::settle_retiring(Retiring& retiring, Trash& trash) {
       return false;
     }
   }
+  trash.make_room(retiring.until.size() + 1);
   ledger_.account(retiring.location).retiring -= retiring.bytes;
   for (FencePtr& fence : retiring.until) {
     trash.objects.push_back(std::move(fence));
@@ -51,20 +65,31 @@ bool ManagerState::settle_retiring(Retiring& retiring, Trash& trash) {
 
 /// What the end of an arrival means for the ledger; once.
 void ManagerState::account_for_end(Arrival& arrival, Trash& trash) {
-  arrival.accounted = true;
   const bool failed = arrival.fence->poll() == FenceStatus::kFailed;
+  std::list<Retiring> retiring;
+  if (!failed && arrival.departing) {
+    trash.make_room(0, 1);
+    arrival.departing->for_each_pending([&](const FencePtr& fence) {
+      if (retiring.empty()) {
+        retiring.emplace_back();
+      }
+      retiring.front().until.push_back(fence);
+    });
+  }
+  // From here on nothing allocates.
+  arrival.accounted = true;
   if (arrival.departing && !arrival.escape_watch) {
     ledger_.account(arrival.from).retiring -= arrival.departing->charge;
   }
   if (!failed) {
     if (arrival.departing) {
-      std::vector<FencePtr> others;
-      arrival.departing->for_each_pending([&](const FencePtr& fence) { others.push_back(fence); });
-      if (arrival.departing->block && !others.empty()) {
+      if (arrival.departing->block && !retiring.empty()) {
         const Bytes bytes = arrival.escape_watch ? Bytes() : arrival.departing->charge;
         ledger_.account(arrival.from).retiring += bytes;
-        retiring_.push_back(
-            {arrival.from, bytes, std::move(others), std::move(arrival.departing->block)});
+        retiring.front().location = arrival.from;
+        retiring.front().bytes = bytes;
+        retiring.front().block = std::move(arrival.departing->block);
+        retiring_.splice(retiring_.end(), retiring);
       }
       unregister_ranges(arrival.departing_ranges);
       trash.materializations.push_back(std::move(arrival.departing));
@@ -80,7 +105,7 @@ void ManagerState::account_for_end(Arrival& arrival, Trash& trash) {
   }
   if (arrival.departing) {
     Account& account = ledger_.account(arrival.from);
-    std::erase_if(escaped_, [&](const Escaped& each) {
+    escaped_.remove_if([&](const Escaped& each) {
       if (!arrival.escape_watch || each.until != arrival.escape_watch) {
         return false;
       }
@@ -105,6 +130,7 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
   if (record != nullptr && record->busy && record != own) {
     return false;
   }
+  trash.make_room(2, 2);
   if (record == nullptr) {  // the value has ended
     trash.objects.push_back(arrival.fence->take_retained());
     if (arrival.departing) {
@@ -116,33 +142,41 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
   // An uncertain materialization is given up only after it was settled, so it is still there. Its
   // fence may be another's by now: whoever wrote to it has waited for the arrival.
   Materialization& arrived = *record->find(arrival.at);
+  const bool failed = status == FenceStatus::kFailed;
+  std::list<Failure> failure;
+  Leave leave;
+  if (failed) {
+    failure.emplace_back();
+    leave = leave_of(arrived, /*escapes=*/false);
+    (void)failures_[arrival.handle.id()];
+  }
+  // From here on nothing allocates.
   if (arrived.ready() == arrival.fence && status != FenceStatus::kPending) {
     trash.objects.push_back(arrived.ready());
     arrived.set_ready(nullptr);
   }
   arrived.fails_later = false;
   arrived.replaces = false;
-  if (status != FenceStatus::kFailed) {
+  if (!failed) {
     return true;
   }
-  // First what can fail, for want of memory: nothing is half settled then.
-  Failure& failure = failures_[arrival.handle.id()].emplace_back();
+  failure.front().path = arrival.path;
+  failure.front().fence = arrival.fence;
+  failure.front().from = arrival.from;
+  failure.front().at = arrival.at;
+  std::list<Failure>& failures = failures_.find(arrival.handle.id())->second;
+  failures.splice(failures.end(), failure);
   record->has_failure = true;
-  failure.path = arrival.path;
-  failure.fence = arrival.fence;
   ++version_;
   if (arrival.overwrites) {
     arrived.stale = true;
   } else {
-    trash.materializations.push_back(detach(*record, arrival.at));
+    trash.materializations.push_back(detach(*record, arrival.at, leave));
   }
   if (arrival.departing) {
     arrival.departing->block = arrival.fence->take_retained();
-    unregister_ranges(arrival.departing_ranges);  // attaching registers them
-    attach(*record, std::move(arrival.departing));
+    link(*record, std::move(arrival.departing));  // its ranges have stayed registered
   }
-  failure.from = arrival.from;
-  failure.at = arrival.at;
   return true;
 }
 

@@ -156,6 +156,7 @@ std::size_t ManagerState::publish_together(PlanReport& report, Together& togethe
       if (step.verdict.no_op()) {
         publish_no_op(step, plan, entry);
       } else {
+        prepare(step, trash, together.releases);
         publish(step, trash, together.releases, plan, entry);
       }
       if (pin) {  // nobody else has had the turn since
@@ -249,6 +250,7 @@ bool ManagerState::copy_together(PlanReport& report, std::span<const ResidencyAc
 void ManagerState::perform_next(PlanReport& report, std::span<const ResidencyAction> actions,
                                 const RunOptions& options, Phase phase, const PlanName& plan,
                                 Together& together, bool pin) {
+  make_room_in(report.entries_, 1);
   if (!copy_together(report, actions, options, phase, plan, together, pin)) {
     report.entries_.push_back(
         perform(actions.front(), {stream_for(actions.front(), options.streams), options.may_block},

@@ -17,13 +17,20 @@ void complete_record(TransitionRecord& record, const Fence& fence) {
   }
 }
 
+void Trace::make_room() {
+  if (ring_.size() < capacity_ && ring_.size() == ring_.capacity()) {
+    ring_.reserve(std::min(capacity_, std::max<std::size_t>(16, 2 * ring_.size())));
+  }
+}
+
 void Trace::append(TransitionRecord& record, const FencePtr& fence, const PlanName& plan) {
+  auto failure = record.failed ? std::make_unique<const std::string>(record.failure) : nullptr;
+  if (ring_.size() < capacity_) {
+    ring_.emplace_back();
+  }
   record.sequence = ++num_appended_;
   if (capacity_ == 0) {
     return;
-  }
-  if (ring_.size() < capacity_) {
-    ring_.emplace_back();
   }
   Entry& entry = ring_[(record.sequence - 1) % capacity_];
   entry.handle = record.handle;
@@ -40,7 +47,7 @@ void Trace::append(TransitionRecord& record, const FencePtr& fence, const PlanNa
   entry.host_end_ns = record.host_end_ns;
   entry.fence = fence;
   entry.plan = plan;
-  entry.failure = record.failed ? std::make_unique<const std::string>(record.failure) : nullptr;
+  entry.failure = std::move(failure);
 }
 
 std::vector<TransitionRecord> Trace::read(std::optional<std::size_t> limit) const {

@@ -22,6 +22,8 @@ class Trace {
 
   explicit Trace(std::size_t capacity) noexcept : capacity_(capacity) {}
 
+  /// So that adding one that has not failed does not allocate.
+  void make_room();
   /// Numbers the record and keeps it. Fences kept here own no block: a failed one gave its block
   /// back when the failure was settled.
   void append(TransitionRecord& record, const FencePtr& fence, const PlanName& plan);

@@ -68,8 +68,9 @@ ValueRecord& ValueTable::add(ValueType type) {
       if (first_slot_of(number) + capacity_of(number) > 1U << kSlotBits) {
         throw std::length_error("a manager can name 2^28 values, not more");
       }
-      with_room_.push_back(number);
       chunks_.emplace_back();
+      with_room_.reserve(chunks_.capacity());  // also for `remove`, which must not fail
+      with_room_.push_back(number);
     }
     const std::uint32_t number = with_room_.back();
     Chunk& chunk = chunks_[number];
@@ -98,7 +99,7 @@ ValueRecord& ValueTable::add(ValueType type) {
   }
 }
 
-void ValueTable::remove(ValueRecord& record) {
+void ValueTable::remove(ValueRecord& record) noexcept {
   const std::uint32_t slot = record.slot;
   const auto next_generation = static_cast<std::uint16_t>(record.generation + 1);
   const auto [number, index] = position_of(slot);

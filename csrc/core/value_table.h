@@ -73,6 +73,14 @@ struct Materialization {
                          fences->ready->poll() == FenceStatus::kDone;
     return is_over ? std::exchange(fences->ready, nullptr) : nullptr;
   }
+  // So that what follows does not allocate.
+  void make_room_for_ready() { (void)own_fences(); }
+  void make_room_for_reader() { make_room(own_fences().readers, 1); }
+  void make_room_for_last_uses(std::size_t count) {
+    if (count != 0) {
+      make_room(own_fences().last_uses, count);
+    }
+  }
   void add_reader(const FencePtr& fence) { add(own_fences().readers, fence); }
   void add_last_use(const FencePtr& fence) { add(own_fences().last_uses, fence); }
 
@@ -113,6 +121,11 @@ struct Materialization {
   }
   static bool is_of_worker(const FencePtr& fence) noexcept {
     return fence && !fence->on_stream() && is_pending(fence);  // to poll the device costs more
+  }
+  static void make_room(std::vector<FencePtr>& in, std::size_t count) {
+    if (in.capacity() - in.size() < count) {
+      in.reserve(std::max(in.size() + count, 2 * in.capacity()));
+    }
   }
   static void add(std::vector<FencePtr>& to, const FencePtr& fence) {
     std::erase_if(to, [](const FencePtr& each) { return each->poll() != FenceStatus::kPending; });
@@ -213,7 +226,7 @@ class ValueTable {
   ValueRecord& add(ValueType type);
   /// Frees the record for another value; its handle is unknown from then on. The record must own
   /// nothing whose destruction calls out.
-  void remove(ValueRecord& record);
+  void remove(ValueRecord& record) noexcept;
 
   struct Found {
     ValueRecord* record = nullptr;

@@ -20,6 +20,8 @@ Handle ManagerState::register_source(std::shared_ptr<Source> source, const Value
   const Lock lock(mutex_);
   check_open();
   check_available(at);
+  ledger_.make_room_to_list(1);
+  (void)ledger_.account(at);
   ValueRecord& record = values_.add(type);
   record.spec = spec;
   record.source = std::move(source);
@@ -63,15 +65,24 @@ MaterializationPtr ManagerState::adoptable(const BlockPtr& block, const ValueSpe
 }
 
 /// Its charge is on the ledger, or will be before the mutex is open.
-Handle ManagerState::add_adopted(MaterializationPtr materialization, const ValueSpec& spec,
+Handle ManagerState::add_adopted(MaterializationPtr& materialization, const ValueSpec& spec,
                                  ValueType type) {
-  ValueRecord& record = values_.add(type);
-  record.spec = spec;
-  record.spec.recoverability = Recoverability::kMustPreserve;
-  ledger_.list(materialization->location);
-  attach(record, std::move(materialization));
-  ++version_;
-  return values_.handle_of(record);
+  ledger_.make_room_to_list(1);
+  (void)ledger_.account(materialization->location);
+  const AddressRanges ranges = materialization->block->address_ranges();
+  register_ranges(ranges);
+  try {
+    ValueRecord& record = values_.add(type);
+    record.spec = spec;
+    record.spec.recoverability = Recoverability::kMustPreserve;
+    ledger_.list(materialization->location);
+    link(record, std::move(materialization));
+    ++version_;
+    return values_.handle_of(record);
+  } catch (...) {
+    unregister_ranges(ranges);
+    throw;
+  }
 }
 
 Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type, FencePtr ready) {
@@ -101,7 +112,8 @@ Handle ManagerState::adopt(BlockPtr block, const ValueSpec& spec, ValueType type
   }
   check_not_managed(ranges);
   const Bytes charge = materialization->charge;
-  const Handle handle = add_adopted(std::move(materialization), spec, type);  // it can fail
+  trash.make_room(1);
+  const Handle handle = add_adopted(materialization, spec, type);  // it can fail
   Account& account = ledger_.account(at);
   if (const auto escaped = find_escaped(at, ranges); escaped != escaped_.end()) {
     account.used -= escaped->bytes;
@@ -145,9 +157,18 @@ Handle ManagerState::adopt(const std::function<CopyResult()>& make, Location at,
       }
     }
     materialization->charge = charge;
-    return add_adopted(std::move(materialization), spec, type);
+    return add_adopted(materialization, spec, type);
   } catch (...) {
     ledger_.account(at).used -= charge;
+    if (materialization != nullptr) {
+      const FencePtr ready = materialization->ready();
+      BlockPtr block = std::move(materialization->block);
+      const Unlocked unlocked(*this, lock);
+      if (ready) {
+        ready->wait();
+      }
+      backend_->release(std::move(block), {});
+    }
     throw;
   }
 }
@@ -224,20 +245,22 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
     entry.source = location;
     entry.host_start_ns = now_ns();
     std::vector<FencePtr> watches;
+    std::vector<Leave> leaves;
     try {
       watches = watch_escapes(lock, *record);
+      leaves = prepare_end(*record, watches, trash, releases);
     } catch (...) {
       append_failed(entry, nullptr);
       throw;
     }
-    for (FencePtr& watch : watches) {
-      MaterializationPtr each = detach(*record, record->first->location);
+    for (std::size_t i = 0; i < leaves.size(); ++i) {
+      MaterializationPtr each = detach(*record, record->first->location, leaves[i]);
       if (each->location == location) {
         ledger_.account(location).used -= each->charge;
         taken = each->block;
         trash.materializations.push_back(std::move(each));
       } else {
-        give_up(*record, std::move(each), std::move(watch), releases);
+        give_up(*record, std::move(each), leaves[i], std::move(watches[i]), releases);
       }
     }
     end_value(*record, trash);

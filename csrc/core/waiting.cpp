@@ -193,7 +193,7 @@ void ManagerState::wait_for(const Handle& handle, const FencePtr& fence) {
   }
   const auto own = std::ranges::find(failures->second, fence, &Failure::fence);
   if (own != failures->second.end()) {
-    std::rotate(failures->second.begin(), own, own + 1);
+    failures->second.splice(failures->second.begin(), failures->second, own);
     throw_failure_of(*record, handle);
   }
 }

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "failing_new.h"
 #include "fixture.h"
 
 namespace residency::test {
@@ -44,6 +45,7 @@ class Scenario {
 
   /// What must hold at any time between calls: all bytes of all values that must be preserved.
   void check() {
+    const AllocationsPass pass;
     if (!manager || manager->closed()) {
       return;
     }
@@ -66,6 +68,7 @@ class Scenario {
 
   /// Tells the manager's user of every late failure that nobody was told of.
   void hear_of_late_failures() {
+    const AllocationsPass pass;
     for (const Value* value : all_) {
       if (value->handle.id() != 0 && !value->ended) {
         try {
@@ -297,6 +300,8 @@ bool is_injected(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const fake::InjectedFault&) {
     return true;
+  } catch (const std::bad_alloc&) {
+    return true;
   } catch (const TransferError& transfer) {
     return is_injected(transfer.cause);
   } catch (const PlanExecutionError& plan) {
@@ -316,6 +321,7 @@ class FaultTest : public testing::TestWithParam<Case> {
  protected:
   Warnings warnings;  // rollbacks and bodies that fail may say something
   std::uint64_t seed = 1;
+  std::uint64_t allocation_to_fail = 0;  // once the manager is there
 
   /// Runs the scenario with one fault ordered by `order`. Returns whether the fault happened.
   bool run(const std::function<void(FakeBackend&)>& order, std::string* where = nullptr,
@@ -336,7 +342,8 @@ class FaultTest : public testing::TestWithParam<Case> {
             *where = name;
           }
           EXPECT_LT(attempt, 2) << "it fails again: " << describe(error);
-          EXPECT_TRUE(scenario.backend->fault_happened()) << describe(error);
+          EXPECT_TRUE(scenario.backend->fault_happened() || allocation_has_failed())
+              << describe(error);
           bool expected = is_injected(error);
           try {
             std::rethrow_exception(error);
@@ -353,10 +360,14 @@ class FaultTest : public testing::TestWithParam<Case> {
           }
         }
       }
+      if (allocation_to_fail != 0) {
+        fail_allocation(std::exchange(allocation_to_fail, 0));
+      }
       scenario.check();
     }
-    const bool happened = scenario.backend->fault_happened();
+    const bool happened = scenario.backend->fault_happened() || allocation_has_failed();
     scenario.backend->clear_faults();
+    fail_allocation(0);
     EXPECT_LE(num_errors, 2) << "one fault is told once";
     if (counts != nullptr) {
       for (const Call call : kInjectable) {
@@ -447,6 +458,10 @@ TEST_P(FaultTest, EveryTransferFailsOnceAtItsCompletion) {
       return;
     }
   }
+}
+
+TEST_P(FaultTest, EveryAllocationFailsOnce) {
+  EXPECT_GT(enumerate([this](FakeBackend&, std::uint64_t n) { allocation_to_fail = n; }), 400U);
 }
 
 TEST_P(FaultTest, NothingIsCalledWithTheMutexHeld) {
