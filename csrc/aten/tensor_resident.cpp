@@ -12,10 +12,22 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "csrc/core/fork.h"
 #include "residency/core/errors.h"
 
 namespace residency {
 namespace {
+
+bool is_page_locked(const at::Tensor& tensor) {
+  try {
+    return tensor.is_pinned();
+  } catch (const c10::Error&) {
+    if (fork_generation() == 0) {
+      throw;
+    }
+    return false;  // devices, which would know, do not exist in a forked child
+  }
+}
 
 [[noreturn]] void refuse(const std::string& field, std::string_view kind, std::string_view advice) {
   throw MaterializationError(
@@ -166,7 +178,7 @@ TensorResident::TensorResident(Fields fields) {
         const auto begin = reinterpret_cast<std::uintptr_t>(data);
         memories.push_back({begin, begin + nbytes, name});
         Location here = device_location(tensor);
-        if (ask_pinned && !here.is_cuda() && tensor.is_pinned()) {
+        if (ask_pinned && !here.is_cuda() && is_page_locked(tensor)) {
           here = Location::pinned_host();
         }
         if (location.has_value() && *location != here) {

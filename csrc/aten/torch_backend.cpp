@@ -21,6 +21,7 @@
 #include "csrc/aten/storage_cursor.h"
 #include "csrc/aten/transfer_worker.h"
 #include "csrc/core/fork.h"
+#include "csrc/core/keep_for_ever.h"
 #include "residency/aten/tensor_block.h"
 #include "residency/core/errors.h"
 #include "residency/core/options.h"
@@ -297,8 +298,17 @@ struct TorchBackend::State {
   CopyResult copy_on_stream(const CopyRequest& request, const TensorBlock& source);
   /// Before a copy that may go through the buffers of a device.
   void hold_staging(const CopyRequest& request);
-  /// Whether nothing is under way that needs this backend or its devices.
+  /// Whether nothing is under way that needs this backend or its devices, and no memory is locked.
   [[nodiscard]] bool has_ended() noexcept {
+    retirement->free_completed();
+    const bool locks_memory =
+        options.devices != nullptr &&
+        (!staging.empty() ||
+         options.devices->usage(Location::pinned_host()).segments != Bytes());
+    return !retirement->any && transfers->is_idle() && !locks_memory;
+  }
+  /// Ends what can be by now: on a thread of ours, as that may wait for devices. Whether all is.
+  [[nodiscard]] bool end() noexcept {
     retirement->free_completed();
     if (retirement->any || !transfers->is_idle()) {
       return false;
@@ -505,7 +515,7 @@ TorchBackend::~TorchBackend() {
   if (state_->is_orphan()) {
     (void)state_.release();  // another thread may have been in the middle of changing it
   } else if (!state_->has_ended()) {
-    State::leave_behind(std::move(state_));
+    State::leave_behind(std::move(state_));  // unlocking pages waits for the device
   }
 }
 
@@ -515,9 +525,9 @@ void TorchBackend::State::leave_behind(std::unique_ptr<State> state) noexcept {
     // The thread lives as long as the work, which holds it.
     const std::shared_ptr<TransferWorker> worker =
         TransferWorker::shared(TransferWorker::Kind::kPace);
-    worker->submit([left, worker](FileIo&) { return left->has_ended(); });
+    worker->submit([left, worker](FileIo&) { return left->end(); });
   } catch (...) {
-    new std::shared_ptr<State>(left);  // no thread for it: what is in use must not be freed
+    keep_for_ever(left);  // no thread for it: what is in use must not be freed
   }
 }
 
@@ -837,7 +847,7 @@ void TorchBackend::release(BlockPtr block, std::vector<FencePtr> after) noexcept
   try {
     if (state_->is_orphan()) {
       if (on_devices) {
-        new BlockPtr(std::move(block));  // only its parent can free it
+        keep_for_ever(std::move(block));  // another's, or nobody's any more
       }
       return;
     }

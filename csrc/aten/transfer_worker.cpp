@@ -12,6 +12,7 @@
 #include <pthread.h>
 
 #include "csrc/core/fork.h"
+#include "csrc/core/keep_for_ever.h"
 #include "residency/core/errors.h"
 
 namespace residency {
@@ -54,7 +55,7 @@ thread_local Here t_here;
 struct TransferWorker::State {
   std::mutex mutex;
   std::condition_variable changed;
-  std::condition_variable left;  // by the thread, as the process exits
+  std::condition_variable left;  // by the thread: it has nothing to do, or is gone
   std::list<Work> queue;
   bool stopping = false;
   bool is_at_work = false;
@@ -78,6 +79,9 @@ struct TransferWorker::State {
         if (num_stalled != 0 && num_stalled >= queue.size()) {
           changed.wait_for(lock, kPatience);
           num_stalled = 0;
+        }
+        if (queue.empty()) {
+          left.notify_all();
         }
         const auto is_exiting = [this] { return generation != device_generation(); };
         changed.wait(lock, [&] { return stopping || !queue.empty() || is_exiting(); });
@@ -122,24 +126,32 @@ void TransferWorker::end_with_process() {
   (void)std::atexit([] { end_all(); });
 }
 
+/// What is under way may come to its end, within a time; what is stuck is left alone then.
 void TransferWorker::end_all() noexcept {
-  constexpr auto kMost = std::chrono::seconds(2);
+  constexpr auto kMost = std::chrono::milliseconds(1500);
   const auto until = std::chrono::steady_clock::now() + kMost;
   const std::uint64_t generation = device_generation();
-  end_devices();
-  std::vector<std::weak_ptr<State>> known;
+  std::vector<std::shared_ptr<State>> states;
   {
     const std::lock_guard lock(registry().mutex);
-    known.swap(registry().known);
-  }
-  for (const auto& each : known) {
-    const std::shared_ptr<State> state = each.lock();
-    if (state == nullptr || state->generation != generation || state.get() == t_here.state) {
-      continue;  // its thread has ended, is the parent's, or is this one
+    for (const auto& each : registry().known) {
+      std::shared_ptr<State> state = each.lock();
+      // Otherwise its thread has ended, is the parent's, or is this one.
+      if (state != nullptr && state->generation == generation && state.get() != t_here.state) {
+        states.push_back(std::move(state));
+      }
     }
+  }
+  for (const auto& state : states) {
+    std::unique_lock lock(state->mutex);
+    state->left.wait_until(lock, until,
+                           [&] { return state->queue.empty() && !state->is_at_work; });
+  }
+  end_devices();
+  for (const auto& state : states) {
     std::unique_lock lock(state->mutex);
     state->changed.notify_all();
-    state->left.wait_until(lock, until, [&] { return !state->is_at_work; });
+    state->left.wait_for(lock, kMost, [&] { return !state->is_at_work; });
   }
 }
 
@@ -169,7 +181,7 @@ TransferWorker::TransferWorker(Kind kind)
 TransferWorker::~TransferWorker() {
   if (generation_ != device_generation()) {
     // The thread and whoever held the mutex stayed in the parent; the state is left as it is.
-    new std::shared_ptr<State>(std::move(state_));
+    keep_for_ever(std::move(state_));
     return;
   }
   std::thread thread;
@@ -265,7 +277,10 @@ void WorkerFence::wait() {
   if (hurry_ != nullptr && Fence::poll() == FenceStatus::kPending) {
     hurry_();
   }
-  Fence::wait();
+  // The process may come to its end meanwhile, and the thread with it.
+  while (Fence::poll() == FenceStatus::kPending && !is_orphan()) {
+    wait_for(std::chrono::milliseconds(100));
+  }
 }
 
 std::exception_ptr WorkerFence::error() const {

@@ -60,8 +60,9 @@ class TransferWorker {
   /// Gives up a reference; when it was the last, waits until the thread has ended.
   static void release_and_join(std::shared_ptr<TransferWorker> worker) noexcept;
   /// Has the threads end when the process exits, before the static objects that are there by now
-  /// are destroyed: they use c10's. What is under way has two seconds to come to a point where it
-  /// can be left. To be called by whoever has just used what a thread will use.
+  /// are destroyed: they use c10's. What they have to do has 1.5 seconds to come to its end, and as
+  /// much again to come to a point where it can be left. To be called by whoever has just used what
+  /// a thread will use.
   RESIDENCY_API static void end_with_process();
 
  private:

@@ -76,6 +76,7 @@ ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOp
 
   Trash trash;
   Lock lock(mutex_);
+  end_orphans(lock);
   check_open();
   settle_oldest(trash);
   step.record = take_turn(lock, step.handle, options.may_block);  // null: the handle is not good
@@ -83,11 +84,23 @@ ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOp
   return perform_in_turn(lock, trash, action, options, step, plan, pin);
 }
 
+/// One hint may come behind another; but no materialization has two arrivals.
+bool ManagerState::may_come_behind_hints(const ValueRecord& record, const ResidencyAction& action,
+                                         const ActionOptions& options) {
+  const auto* ensure = std::get_if<EnsureResident>(&action);
+  if (!options.prefetch || ensure == nullptr) {
+    return false;
+  }
+  const Materialization* target = record.find(ensure->location);
+  return target == nullptr || !target->stale || !target->is_put_off();
+}
+
 ActionReport ManagerState::perform_in_turn(Lock& lock, Trash& trash, const ResidencyAction& action,
                                            const ActionOptions& options, Step& step,
                                            const PlanName& plan, bool pin) {
-  if (step.record != nullptr && !options.prefetch) {
+  if (step.record != nullptr && !may_come_behind_hints(*step.record, action, options)) {
     make_certain(lock, trash, *step.record);
+    poll_arrivals(*step.record);
   }
   while (true) {
     check_open();

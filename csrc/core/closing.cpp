@@ -1,17 +1,41 @@
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include <fmt/format.h>
 
+#include "keep_for_ever.h"
 #include "manager_state.h"
 #include "warning.h"
 
 namespace residency {
+namespace {
+
+/// Null when it cannot be had.
+FencePtr record_use_somehow(Backend& backend, const Stream& stream) noexcept {
+  constexpr int kMostTries = 100;
+  for (int i = 1;; ++i) {
+    try {
+      return backend.record_use(stream);
+    } catch (...) {
+      if (i == kMostTries) {
+        warn("closing: a last use could not be recorded; what it uses is not freed any more: " +
+             describe(std::current_exception()));
+        return nullptr;
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace
 
 void ManagerState::close(const CloseOptions& options) {
   check_not_loading();
   Trash trash;
   Lock lock(mutex_);
+  end_orphans(lock);
   if (closed()) {
     if (options.wait && !is_forked()) {  // another thread may be at it
       all_locked_.wait(lock, [&] { return torn_down_ && num_unlocked_ == 0; });
@@ -101,19 +125,20 @@ void ManagerState::record_last_uses(Lock& lock, const std::vector<CutShort>& lea
         if (std::ranges::find(uses, stream, &std::pair<Stream, FencePtr>::first) != uses.end()) {
           continue;
         }
-        try {
-          uses.emplace_back(stream, backend_->record_use(stream));
-        } catch (...) {
-          warn("closing: a last use could not be recorded: " + describe(std::current_exception()));
-        }
+        uses.emplace_back(stream, record_use_somehow(*backend_, stream));
       }
     }
   }
   for (const CutShort& lease : leases) {
     for (const auto& [stream, fence] : uses) {
-      if (std::ranges::find(lease.streams, stream) != lease.streams.end()) {
-        for (Materialization* each : lease.materializations) {
+      if (std::ranges::find(lease.streams, stream) == lease.streams.end()) {
+        continue;
+      }
+      for (Materialization* each : lease.materializations) {
+        if (fence != nullptr) {
           each->add_last_use(fence);
+        } else {
+          keep_for_ever(each->block);  // it stays for ever: nobody knows when its use is over
         }
       }
     }

@@ -234,6 +234,7 @@ PlanReport ManagerState::execute(std::span<const ResidencyAction> actions,
   {
     Trash trash;
     Lock lock(mutex_);
+    end_orphans(lock);
     check_open();
     settle(trash);
     check_version(options.name, options.expected_state_version);
@@ -430,6 +431,7 @@ void ManagerState::enter(ScopeState& scope) {
   {
     Trash trash;
     Lock lock(mutex_);
+    end_orphans(lock);
     check_open();
     settle(trash);
     check_version(plan.name(), scope.options.expected_state_version);

@@ -9,6 +9,13 @@ Fence::~Fence() = default;
 // What is said of the end is fixed before the status, and read without the mutex: in a forked child
 // the thread that ends the work may have held it.
 
+void Fence::wait_for(std::chrono::milliseconds most) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, most, [&] {
+    return status_.load(std::memory_order_acquire) != FenceStatus::kPending;
+  });
+}
+
 void Fence::wait() {
   if (status_.load(std::memory_order_acquire) != FenceStatus::kPending) {
     return;

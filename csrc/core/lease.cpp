@@ -140,6 +140,9 @@ std::unique_ptr<LeaseState> ManagerState::protect_for_lease(
   for (std::size_t i = 0; i < records.size(); ++i) {
     ValueRecord& record = *records[i];
     Materialization* materialization = record.find(at);
+    if (materialization != nullptr && materialization->has_failed()) {
+      std::rethrow_exception(materialization->ready()->error());
+    }
     if (materialization == nullptr || materialization->stale) {
       throw UnavailableError(fmt::format(
           "{}: {} has no {}materialization at {}; ensure it there first, or borrow it", call,
@@ -186,6 +189,7 @@ Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const H
   Trash trash;
   std::unique_ptr<LeaseState> lease;
   Lock lock(mutex_);
+  end_orphans(lock);
   check_open();
   check_available(at);
   Turns turns(*this);
@@ -561,6 +565,29 @@ void ManagerState::keep(std::unique_ptr<LeaseState> lease) noexcept {
     lease->manager.reset();  // we own it now, and would own ourselves
     lease->next = std::move(orphans_);
     orphans_ = std::move(lease);
+  }
+}
+
+/// Another try for those that could not be ended when they were destroyed. Opens the mutex.
+void ManagerState::end_orphans(Lock& lock) noexcept {
+  std::unique_ptr<LeaseState> left = std::move(orphans_);
+  while (left != nullptr) {
+    std::unique_ptr<LeaseState> each = std::exchange(left, std::move(left->next));
+    lock.unlock();
+    bool has_ended = true;
+    try {
+      release(*each, /*wait=*/false);
+    } catch (const UndeclaredWriteError&) {
+      // Nobody is left to be told; the others are stale.
+    } catch (...) {
+      has_ended = each->ended.load();
+    }
+    if (has_ended) {
+      each = nullptr;
+    } else {
+      keep(std::move(each));
+    }
+    lock.lock();
   }
 }
 

@@ -120,6 +120,8 @@ struct ScopeState {
 /// before. When there is no memory for it, nothing has changed.
 class ManagerState final : public std::enable_shared_from_this<ManagerState>, public Reclaimer {
  public:
+  using Lock = std::unique_lock<std::mutex>;
+
   ManagerState(ManagerId id, ManagerOptions options, std::shared_ptr<Backend> backend);
   ~ManagerState() override;
 
@@ -162,6 +164,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
                     std::vector<FencePtr>& last_uses, std::exception_ptr& failure);
   [[nodiscard]] FencePtr join(Block& block, const Stream& stream, std::span<const FencePtr> uses);
   void keep(std::unique_ptr<LeaseState> lease) noexcept;
+  void end_orphans(Lock& lock) noexcept;
   [[nodiscard]] Hold hold(std::span<const Handle> handles, Location at);
   void release(HoldState& hold);
   [[nodiscard]] Reservation reserve(MemoryReservation reservation, bool require_physical,
@@ -195,7 +198,6 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   void unlock_after_fork() { mutex_.unlock(); }
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
   using PlanName = Trace::PlanName;
 
   /// Opens the mutex for the section's life. See Note [Calls outside the mutex].
@@ -314,7 +316,8 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   void check_available(Location location) const;
   void check_not_managed(const AddressRanges& ranges) const;
   [[nodiscard]] bool is_good(const Materialization& materialization) const {
-    return !materialization.stale && !backend_->is_lost(materialization.location);
+    return !materialization.stale && !materialization.has_failed() &&
+           !backend_->is_lost(materialization.location);
   }
   void settle(Trash& trash, const ValueRecord* own = nullptr);
   void settle_oldest(Trash& trash);
@@ -332,6 +335,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   void wait_on(Lock& lock, const std::vector<FencePtr>& fences);
   void make_certain(Lock& lock, const std::vector<FencePtr>& arrivals);
   void make_certain(Lock& lock, Trash& trash, ValueRecord& record);
+  static void poll_arrivals(const ValueRecord& record);
   [[nodiscard]] std::vector<FencePtr> pending_work() const;
   [[nodiscard]] std::vector<FencePtr> fences_to_wait_for(const ValueRecord* record,
                                                          const Verdict& verdict) const;
@@ -363,6 +367,9 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   ActionReport perform_in_turn(Lock& lock, Trash& trash, const ResidencyAction& action,
                                const ActionOptions& options, Step& step, const PlanName& plan,
                                bool pin);
+  [[nodiscard]] static bool may_come_behind_hints(const ValueRecord& record,
+                                                  const ResidencyAction& action,
+                                                  const ActionOptions& options);
   [[nodiscard]] static Verdict would_block(Verdict verdict);
   void append_failed(TransitionRecord& entry, const PlanName& plan) noexcept;
 
@@ -517,8 +524,8 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   std::uint32_t num_unlocked_ = 0;
   std::condition_variable all_locked_;
   std::unordered_set<LeaseState*> leases_;  // active ones
-  /// Destroyed while active, and the backend could not say when their uses end: what they lease
-  /// stays protected until the manager closes.
+  /// Destroyed while active, when the backend could not say when their uses end (a stream was being
+  /// captured): what they lease stays protected until it can, or the manager closes.
   std::unique_ptr<LeaseState> orphans_;  // the last of them
   std::uint32_t num_leases_ = 0;
   std::uint32_t num_holds_ = 0;

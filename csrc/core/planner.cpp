@@ -229,9 +229,10 @@ class Plan {
     verdict_.source = source->location;
     verdict_.reason = Reason::kRefreshed;
     verdict_.bytes = target.charge;
-    // A thread that still copies out of the target must not see the new bytes.
-    verdict_.waits |=
-        is_waited_for(*source, target.location) || target.uncertain || target.read_by_copy;
+    // A thread that still copies out of the target must not see the new bytes, nor must there be two
+    // arrivals of one materialization.
+    verdict_.waits |= is_waited_for(*source, target.location) || target.uncertain ||
+                      target.put_off || target.read_by_copy;
     wait_for_departures();
     add({.kind = TransitionKind::kRefresh, .from = source->location, .to = target.location});
   }

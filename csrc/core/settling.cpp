@@ -151,12 +151,15 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
     (void)failures_[arrival.handle.id()];
   }
   // From here on nothing allocates.
-  if (arrived.ready() == arrival.fence && status != FenceStatus::kPending) {
+  const bool is_latest = arrived.ready() == arrival.fence;
+  if (is_latest) {
+    arrived.fails_later = false;
+    arrived.replaces = false;
+  }
+  if (is_latest && status != FenceStatus::kPending) {
     trash.objects.push_back(arrived.ready());
     arrived.set_ready(nullptr);
   }
-  arrived.fails_later = false;
-  arrived.replaces = false;
   if (!failed) {
     return true;
   }

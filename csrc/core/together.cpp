@@ -204,6 +204,7 @@ bool ManagerState::copy_together(PlanReport& report, std::span<const ResidencyAc
   together.from.reset();
   Trash trash;
   Lock lock(mutex_);
+  end_orphans(lock);
   check_open();
   settle_oldest(trash);
   Turns turns(*this);

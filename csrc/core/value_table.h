@@ -60,6 +60,11 @@ struct Materialization {
   [[nodiscard]] bool is_put_off() const noexcept {
     return is_uncertain() && fences->ready->on_stream() && !fences->ready->is_certain();
   }
+  /// The bytes are not there and will not come: the device that was to bring them was lost. Not of
+  /// an uncertain one, which goes away when that is settled.
+  [[nodiscard]] bool has_failed() const noexcept {
+    return fences && fences->ready && !fails_later && fences->ready->has_failed();
+  }
   [[nodiscard]] FencePtr ready() const noexcept { return fences ? fences->ready : nullptr; }
 
   void set_ready(FencePtr fence) {

@@ -179,6 +179,7 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
   BlockPtr taken;
   std::vector<Release> releases;
   Lock lock(mutex_);
+  end_orphans(lock);
   check_open();
   ValueRecord* record = take_turn(lock, handle);
   if (record == nullptr) {
@@ -230,8 +231,11 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
     const auto add = [&](const FencePtr& fence) { fences.push_back(fence); };
     for (const Materialization* each = record->first.get(); each != nullptr;
          each = each->next.get()) {
-      if (each->location == location || each->is_uncertain()) {
+      if (each->location == location) {
         each->for_each_pending(add);
+      }
+      if (each->is_uncertain()) {  // though it may have ended meanwhile: it is to be settled
+        add(each->ready());
       }
     }
     if (!fences.empty()) {

@@ -87,6 +87,14 @@ void ManagerState::make_certain(Lock& lock, const std::vector<FencePtr>& arrival
   }
 }
 
+/// Asks of every copy to the value whether it has failed, with a device that was lost: the planner
+/// looks at what is known.
+void ManagerState::poll_arrivals(const ValueRecord& record) {
+  for (const Materialization* each = record.first.get(); each != nullptr; each = each->next.get()) {
+    (void)is_pending(each->ready());
+  }
+}
+
 /// Has the copies to the value that were put off given to their device, without waiting for them:
 /// whoever acts on the value relies on them, or takes their source away. The caller has the turn.
 void ManagerState::make_certain(Lock& lock, Trash& trash, ValueRecord& record) {
@@ -222,6 +230,7 @@ void ManagerState::synchronize() {
   check_not_loading();
   Trash trash;
   Lock lock(mutex_);
+  end_orphans(lock);
   check_open();
   while (true) {
     all_locked_.wait(lock, [&] { return num_unlocked_ == 0 || is_forked(); });

@@ -28,8 +28,9 @@ void World::read(const Handle& handle, ValueView& view) const {
     Residence residence;
     residence.location = each->location;
     residence.stale = each->stale;
-    residence.lost = backend_.is_lost(each->location);
-    residence.uncertain = each->is_uncertain() && !each->is_put_off();
+    residence.lost = each->has_failed() || backend_.is_lost(each->location);
+    residence.put_off = each->is_put_off();
+    residence.uncertain = each->is_uncertain() && !residence.put_off;
     residence.replaces = each->replaces;
     residence.arrives_by_worker = each->arrives_by_worker();
     residence.read_by_copy = each->is_read_by_worker();
@@ -198,7 +199,7 @@ void World::apply(const Handle& handle, const Verdict& verdict) {
   ValueView& view = overlaid(handle);
   if (verdict.waits) {
     for (Residence& each : view.residences) {
-      each.uncertain = false;
+      each.uncertain = each.put_off = false;
       each.arrives_by_worker = false;
       each.read_by_copy = false;
       each.used_by_worker = false;

@@ -18,12 +18,20 @@ bool enqueue_together(std::span<const Piece> pieces, cudaStream_t stream) {
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
   std::size_t first_with_them = 0;
-  if (cudaMemcpyBatchAsync(to.data(), from.data(), num_bytes.data(), pieces.size(), &attributes,
-                           &first_with_them, 1, stream) == cudaSuccess) {
-    return true;
+#if CUDART_VERSION >= 13000
+  const cudaError_t error =
+      cudaMemcpyBatchAsync(to.data(), from.data(), num_bytes.data(), pieces.size(), &attributes,
+                           &first_with_them, 1, stream);
+#else  // of 12.8 and 12.9, which also tell which of them has failed
+  std::size_t failed = 0;
+  const cudaError_t error = cudaMemcpyBatchAsync(
+      to.data(), const_cast<void**>(from.data()), num_bytes.data(), pieces.size(), &attributes,
+      &first_with_them, 1, &failed, stream);
+#endif
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
   }
-  (void)cudaGetLastError();
-  return false;
+  return error == cudaSuccess;
 }
 
 cudaError_t enqueue(const Piece& piece, const std::optional<Peers>& peers, cudaStream_t stream) {

@@ -32,11 +32,6 @@
 namespace residency {
 namespace {
 
-cudaStream_t handle_of(const Stream& stream) {
-  return c10::cuda::CUDAStream::unpack3(stream.id, index_of(stream.device), c10::DeviceType::CUDA)
-      .stream();
-}
-
 void refuse_while_capturing(cudaStream_t stream, Location device, std::string_view what) {
   if (is_capturing(stream, device)) {
     throw CaptureError(
@@ -552,22 +547,22 @@ bool CudaLayer::copy_staged(const TensorBlock& on_device, bool to_device, const 
 
 Stream CudaLayer::current_stream(Location device) const {
   refuse_in_forked_child();
-  return {device, c10::cuda::getCurrentCUDAStream(index_of(device)).id()};
+  return current_stream_of(device);
 }
 
 FencePtr CudaLayer::record_use(const Stream& stream) {
   refuse_in_forked_child();
-  const cudaStream_t handle = handle_of(stream);
-  const OnDevice current(stream.device);
   try {
-    refuse_while_capturing(handle, stream.device, "no use is recorded");
-    const RelaxedCapture relaxed;
-    return EventFence::record(streams_of(stream.device).events, handle);
+    if (FencePtr fence = record_stream(stream); fence != nullptr) {
+      return fence;
+    }
   } catch (const DeviceLostError&) {
     auto done = std::make_shared<Fence>();  // it uses nothing any more
     done->complete();
     return done;
   }
+  throw CaptureError(fmt::format("no use is recorded: a stream of {} is being captured into a graph",
+                                 to_string(stream.device)));
 }
 
 void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {

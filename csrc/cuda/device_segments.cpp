@@ -60,8 +60,12 @@ void DeviceSegments::wait_for_others() noexcept {
   synchronize_device(location_);
 }
 
-std::vector<FencePtr> DeviceSegments::last_uses_by_others() {
-  return {record_current_stream(location_)};
+std::vector<Stream> DeviceSegments::current_streams() {
+  return {current_stream_of(location_)};
+}
+
+FencePtr DeviceSegments::record(const Stream& stream) {
+  return record_stream(stream);
 }
 
 }  // namespace residency

@@ -28,7 +28,8 @@ class DeviceSegments final : public SegmentSource {
   [[nodiscard]] Segment make(Bytes nbytes) override;
   void give_back(void* data, Bytes nbytes, const std::vector<FencePtr>& after) noexcept override;
   [[nodiscard]] c10::Device device() const override;
-  [[nodiscard]] std::vector<FencePtr> last_uses_by_others() override;
+  [[nodiscard]] std::vector<Stream> current_streams() override;
+  [[nodiscard]] FencePtr record(const Stream& stream) override;
   void wait_for_others() noexcept override;
   [[nodiscard]] bool keeps_empty_segments() const override { return false; }
 

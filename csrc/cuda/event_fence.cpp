@@ -191,6 +191,7 @@ std::exception_ptr EventFence::error() const {
 class FenceParts::Part final : public StreamFence {
  public:
   [[nodiscard]] FenceStatus poll() const noexcept override { return of_->whole_->poll(); }
+  [[nodiscard]] bool has_failed() const noexcept override { return of_->whole_->has_failed(); }
   void wait() override { of_->whole_->wait(); }
   [[nodiscard]] std::optional<std::int64_t> elapsed_ns() const override {
     const std::optional<std::int64_t> whole = of_->whole_->elapsed_ns();

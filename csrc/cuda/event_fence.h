@@ -69,6 +69,9 @@ class EventFence final : public StreamFence {
 
   ~EventFence() override;
   [[nodiscard]] FenceStatus poll() const noexcept override;
+  [[nodiscard]] bool has_failed() const noexcept override {
+    return status_.load(std::memory_order_acquire) == FenceStatus::kFailed;
+  }
   void wait() override;
   [[nodiscard]] std::optional<std::int64_t> elapsed_ns() const override;
   [[nodiscard]] std::exception_ptr error() const override;

@@ -1,10 +1,11 @@
 #pragma once
 
-#include <optional>
+#include <new>
 
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 
+#include "csrc/core/fork.h"
 #include "csrc/cuda/runtime.h"
 #include "csrc/cuda/streams.h"
 #include "residency/core/location.h"
@@ -23,19 +24,28 @@ auto with_typed_errors(Location device, const char* what, const Call& call) {
 }
 
 /// Makes a device the current one of the thread in its scope. By c10, which makes no context at the
-/// device that it goes back to. Throws what `throw_cuda_error` throws.
+/// device that it goes back to; but not once the process exits, when c10's static objects may be
+/// gone. Throws what `throw_cuda_error` throws.
 class OnDevice {
  public:
   explicit OnDevice(Location device) {
-    with_typed_errors(device, "cudaSetDevice", [&] { guard_.emplace(index_of(device)); });
+    with_typed_errors(device, "cudaSetDevice",
+                      [&] { new (&guard_) c10::cuda::CUDAGuard(index_of(device)); });
   }
   // A scope of the thread: there is nothing to hand over.
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
-  ~OnDevice() = default;
+  ~OnDevice() {
+    if (generation_ == device_generation()) {
+      guard_.~CUDAGuard();
+    }
+  }
 
  private:
-  std::optional<c10::cuda::CUDAGuard> guard_;
+  const std::uint64_t generation_ = device_generation();
+  union {
+    c10::cuda::CUDAGuard guard_;
+  };
 };
 
 }  // namespace residency

@@ -61,6 +61,9 @@ class PacedCopy final : public StreamFence {
   [[nodiscard]] bool pace(bool at_once) noexcept;
 
   [[nodiscard]] FenceStatus poll() const noexcept override;
+  [[nodiscard]] bool has_failed() const noexcept override {
+    return is_recorded_ && fence_->has_failed();
+  }
   /// Once all of it is enqueued.
   [[nodiscard]] bool is_certain() const noexcept override {
     return is_recorded_ || poll() != FenceStatus::kPending;

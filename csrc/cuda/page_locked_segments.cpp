@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
-#include <fstream>
 #include <new>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -12,10 +13,10 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include "csrc/cuda/event_fence.h"
+#include "csrc/cuda/lock_limits.h"
 #include "csrc/cuda/numa_node.h"
 #include "csrc/cuda/runtime.h"
 #include "csrc/cuda/streams.h"
@@ -23,6 +24,9 @@
 
 namespace residency {
 namespace {
+
+/// By this process, through this library.
+std::atomic<std::int64_t> g_locked{0};
 
 /// From here on rounding to pages is 1/16 at most.
 constexpr auto kLarge = Bytes(std::int64_t{64} << 10);
@@ -74,31 +78,15 @@ void touch_in_parallel(void* data, std::size_t nbytes) {
 /// come from where they come from a device, and otherwise the best guess of where they will go.
 std::optional<int> node_of_current_device() {
   std::array<char, 32> pci_id{};
-  if (cudaDeviceGetPCIBusId(pci_id.data(), static_cast<int>(pci_id.size()),
-                            c10::cuda::current_device()) != cudaSuccess) {
+  c10::DeviceIndex device = 0;
+  if (c10::cuda::GetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetPCIBusId(pci_id.data(), static_cast<int>(pci_id.size()), device) !=
+          cudaSuccess) {
     (void)cudaGetLastError();
     return std::nullopt;
   }
   const char* sysfs = std::getenv("RESIDENCY_SYSFS");  // of tests
   return node_of_pci_device(pci_id.data(), sysfs != nullptr ? sysfs : "/sys");
-}
-
-std::optional<std::int64_t> number_in(const std::string& path) {
-  std::ifstream file(path);
-  std::int64_t number = 0;
-  return file >> number ? std::optional(number) : std::nullopt;  // "max" is no number
-}
-
-/// Bytes of the field in kB, as /proc/self/status has them.
-std::int64_t status_bytes(std::string_view field) {
-  std::ifstream file("/proc/self/status");
-  for (std::string word; file >> word;) {
-    if (word == field) {
-      std::int64_t kib = 0;
-      return file >> kib ? kib * 1024 : 0;
-    }
-  }
-  return 0;
 }
 
 /// Those that can have been given anything.
@@ -115,30 +103,7 @@ std::vector<Location> devices_in_use() {
 }  // namespace
 
 std::optional<Bytes> PageLockedSegments::lockable_bytes() {
-  std::optional<std::int64_t> least;
-  const auto limit = [&](std::int64_t bytes) {
-    least = std::max<std::int64_t>(0, std::min(least.value_or(bytes), bytes));
-  };
-  struct rlimit memlock = {};
-  if (::getrlimit(RLIMIT_MEMLOCK, &memlock) == 0 && memlock.rlim_cur != RLIM_INFINITY &&
-      ::geteuid() != 0) {  // root may lock as much as there is
-    limit(static_cast<std::int64_t>(memlock.rlim_cur) - status_bytes("VmPin:") -
-          status_bytes("VmLck:"));
-  }
-  std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {
-    if (!line.starts_with("0::")) {
-      continue;  // of version 1
-    }
-    std::string group = "/sys/fs/cgroup" + line.substr(3);
-    while (group.size() >= std::string_view("/sys/fs/cgroup").size()) {
-      if (const auto most = number_in(group + "/memory.max")) {
-        limit(*most - number_in(group + "/memory.current").value_or(0));
-      }
-      group.resize(group.find_last_of('/'));
-    }
-  }
-  return least.has_value() ? std::optional(Bytes(*least)) : std::nullopt;
+  return residency::lockable_bytes(Bytes(g_locked.load()));
 }
 
 Bytes PageLockedSegments::range_bytes(Bytes nbytes) {
@@ -190,6 +155,7 @@ SegmentSource::Segment PageLockedSegments::make(Bytes nbytes) {
     refuse(lockable, fmt::format("cudaHostRegister answers {} ({})", cudaGetErrorString(error),
                                  cudaGetErrorName(error)));
   }
+  g_locked += nbytes.count();
   return {data, nullptr};
 }
 
@@ -201,6 +167,7 @@ void PageLockedSegments::give_back(void* data, Bytes nbytes,
     (void)cudaGetLastError();
     return;  // a device can still reach the pages
   }
+  g_locked -= nbytes.count();
   ::munmap(data, static_cast<std::size_t>(nbytes.count()));
 }
 
@@ -210,12 +177,16 @@ void PageLockedSegments::wait_for_others() noexcept {
   }
 }
 
-std::vector<FencePtr> PageLockedSegments::last_uses_by_others() {
-  std::vector<FencePtr> fences;
+std::vector<Stream> PageLockedSegments::current_streams() {
+  std::vector<Stream> streams;
   for (const Location device : devices_in_use()) {
-    fences.push_back(record_current_stream(device));
+    streams.push_back(current_stream_of(device));
   }
-  return fences;
+  return streams;
+}
+
+FencePtr PageLockedSegments::record(const Stream& stream) {
+  return record_stream(stream);
 }
 
 }  // namespace residency

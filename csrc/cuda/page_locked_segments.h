@@ -28,7 +28,8 @@ class PageLockedSegments final : public SegmentSource {
   /// Waits for the fences on the host: other processes may get the pages.
   void give_back(void* data, Bytes nbytes, const std::vector<FencePtr>& after) noexcept override;
   [[nodiscard]] c10::Device device() const override { return c10::Device(c10::kCPU); }
-  [[nodiscard]] std::vector<FencePtr> last_uses_by_others() override;
+  [[nodiscard]] std::vector<Stream> current_streams() override;
+  [[nodiscard]] FencePtr record(const Stream& stream) override;
   void wait_for_others() noexcept override;
   [[nodiscard]] bool keeps_empty_segments() const override { return true; }
 

@@ -23,11 +23,13 @@ RangeMemory::RangeMemory(std::unique_ptr<SegmentSource> source, Bytes alignment)
 
 RangeMemory::~RangeMemory() {
   if (generation_ == device_generation()) {
+    free_what_is_set_aside();
     give_back(remove_empty_segments());  // every range held a reference: it is all of them
   }
 }
 
 RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
+  free_what_is_set_aside();
   std::unique_ptr<Live> live;
   Allocation allocation;
   for (bool added = false;; added = true) {
@@ -67,7 +69,18 @@ RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
       allocation.memory = at::DataPtr(data, live.release(), &free_context, source_->device());
       return allocation;
     }
-    add_segment(source_->segment_bytes(ranges_.rounded(nbytes), usage().segments));
+    const Bytes wanted = source_->segment_bytes(ranges_.rounded(nbytes), usage().segments);
+    try {
+      add_segment(wanted);
+    } catch (...) {
+      // Empty ones that are kept for later may be what is lacking.
+      const Bytes before = usage().segments;
+      (void)trim();
+      if (usage().segments == before) {
+        throw;
+      }
+      add_segment(wanted);
+    }
   }
 }
 
@@ -227,14 +240,12 @@ void RangeMemory::free(std::unique_ptr<Live> live) noexcept {
     uses = std::exchange(live->uses, Live().uses);
   }
   std::vector<FencePtr>& last_uses = uses.last_uses;
-  if (uses.used_by_others) {
-    try {
-      const std::vector<FencePtr> by_others = source_->last_uses_by_others();
-      last_uses.insert(last_uses.end(), by_others.begin(), by_others.end());
-    } catch (...) {
-      source_->wait_for_others();
-    }
+  if (uses.used_by_others && !add_uses_by_others(*live, last_uses)) {
+    live->uses = std::move(uses);
+    set_aside(std::move(live));
+    return;
   }
+  live->streams.clear();
   std::vector<FreedPieces::node_type> finished;
   try {
     if (any_pending(last_uses)) {
@@ -259,6 +270,47 @@ void RangeMemory::free(std::unique_ptr<Live> live) noexcept {
     }
   }
   give_back(std::move(departing));
+}
+
+bool RangeMemory::add_uses_by_others(Live& live, std::vector<FencePtr>& fences) noexcept {
+  try {
+    if (live.streams.empty()) {
+      live.streams = source_->current_streams();
+    }
+    for (const Stream& stream : live.streams) {
+      FencePtr fence = source_->record(stream);
+      if (fence == nullptr) {
+        return false;
+      }
+      fences.push_back(std::move(fence));
+    }
+  } catch (...) {
+    source_->wait_for_others();
+  }
+  return true;
+}
+
+void RangeMemory::set_aside(std::unique_ptr<Live> live) noexcept {
+  const std::lock_guard lock(mutex_);
+  live->next = std::move(aside_);
+  aside_ = std::move(live);
+  any_aside_ = true;
+}
+
+void RangeMemory::free_what_is_set_aside() noexcept {
+  if (!any_aside_.exchange(false)) {
+    return;
+  }
+  std::unique_ptr<Live> aside;
+  {
+    const std::lock_guard lock(mutex_);
+    aside = std::move(aside_);
+  }
+  while (aside != nullptr) {
+    std::unique_ptr<Live> next = std::move(aside->next);
+    free(std::move(aside));
+    aside = std::move(next);
+  }
 }
 
 RangeMemory::Pieces RangeMemory::pieces_in(const Range& range) {
@@ -404,6 +456,7 @@ bool RangeMemory::trim() noexcept {
   if (generation_ != device_generation()) {
     return true;
   }
+  free_what_is_set_aside();
   std::vector<Departing> departing;
   std::vector<std::unique_ptr<Live>> unneeded;
   bool is_trimmed = false;

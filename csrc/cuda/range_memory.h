@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -14,6 +15,7 @@
 #include "residency/aten/device_layer.h"
 #include "residency/core/bytes.h"
 #include "residency/core/fence.h"
+#include "residency/core/stream.h"
 
 namespace residency {
 
@@ -38,8 +40,10 @@ class SegmentSource {
   /// kept the host waits for these.
   virtual void give_back(void* data, Bytes nbytes, const std::vector<FencePtr>& after) noexcept = 0;
   [[nodiscard]] virtual c10::Device device() const = 0;
-  /// Fences behind what the calling thread may have done with memory that it frees now.
-  [[nodiscard]] virtual std::vector<FencePtr> last_uses_by_others() = 0;
+  /// On which the calling thread may have used memory that it frees now.
+  [[nodiscard]] virtual std::vector<Stream> current_streams() = 0;
+  /// A fence behind what a stream was given; null while it is being captured.
+  [[nodiscard]] virtual FencePtr record(const Stream& stream) = 0;
   /// Waits on the host for that, where no fence was to be had.
   virtual void wait_for_others() noexcept = 0;
   /// Whether a segment that has become empty is kept until `trim`.
@@ -91,6 +95,8 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
     std::shared_ptr<RangeMemory> memory = nullptr;  // while it is not spare
     Range range = {};
     DeviceLayer::LastUses uses = {.last_uses = {}, .used_by_others = true};  // under its mutex
+    std::vector<Stream> streams = {};      // on which others used it, once it is set aside
+    std::unique_ptr<Live> next = nullptr;  // of those that are set aside
   };
   /// Free memory, and what was pending there when it was freed.
   struct Freed {
@@ -110,6 +116,10 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   static void free_context(void* live) noexcept;
   [[nodiscard]] static Live* live_of(const Block& block) noexcept;
   void free(std::unique_ptr<Live> live) noexcept;
+  /// Adds fences behind what others did with it. False while one of their streams is being captured.
+  [[nodiscard]] bool add_uses_by_others(Live& live, std::vector<FencePtr>& fences) noexcept;
+  void set_aside(std::unique_ptr<Live> live) noexcept;
+  void free_what_is_set_aside() noexcept;
   void add_segment(Bytes nbytes);
   /// What is still to be done in the range.
   [[nodiscard]] std::vector<FencePtr> last_uses_in(const Range& range);
@@ -135,6 +145,10 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   FreedPieces freed_;                         // disjoint, and disjoint from what is live
   std::size_t look_at_ = 64;                  // so many pieces: time to look which have finished
   std::vector<std::unique_ptr<Live>> spare_;  // of ranges that were freed
+  // Freed on a stream that was being captured: only once that has ended is it known what was done on
+  // it before. Until then the memory is in use.
+  std::unique_ptr<Live> aside_;
+  std::atomic<bool> any_aside_{false};
 };
 
 }  // namespace residency

@@ -2,7 +2,9 @@
 
 #include <array>
 #include <atomic>
+#include <memory>
 #include <mutex>
+#include <stdexcept>
 
 #include <ATen/Context.h>
 #include <c10/cuda/CUDAStream.h>
@@ -104,11 +106,39 @@ bool is_capturing(cudaStream_t stream, Location device) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-FencePtr record_current_stream(Location device) {
+cudaStream_t handle_of(const Stream& stream) {
+  try {
+    return c10::cuda::CUDAStream::unpack3(stream.id, index_of(stream.device),
+                                          c10::DeviceType::CUDA)
+        .stream();
+  } catch (const c10::Error& error) {
+    throw std::invalid_argument(fmt::format("{} has no stream {}: {}", to_string(stream.device),
+                                            stream.id, error.what_without_backtrace()));
+  }
+}
+
+Stream current_stream_of(Location device) {
+  return {device, c10::cuda::getCurrentCUDAStream(index_of(device)).id()};
+}
+
+FencePtr record_stream(const Stream& stream) {
+  const Location device = stream.device;
   const DeviceStreams& streams = streams_of(device);
   const OnDevice current(device);
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(index_of(device)).stream();
-  return is_capturing(stream, device) ? nullptr : EventFence::record(streams.events, stream);
+  const cudaStream_t handle = handle_of(stream);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(handle, &status) == cudaErrorInvalidResourceHandle) {
+    (void)cudaGetLastError();
+    if (!synchronize_device(device)) {
+      throw UnavailableError(fmt::format(
+          "a stream of {} was destroyed, and the device cannot be waited for", to_string(device)));
+    }
+    auto done = std::make_shared<Fence>();
+    done->complete();
+    return done;
+  }
+  const RelaxedCapture relaxed;
+  return is_capturing(handle, device) ? nullptr : EventFence::record(streams.events, handle);
 }
 
 DeviceStreams& streams_of(Location device) {

@@ -9,6 +9,7 @@
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/paced_copy.h"
 #include "residency/core/location.h"
+#include "residency/core/stream.h"
 
 namespace residency {
 
@@ -54,10 +55,14 @@ void drain(cudaStream_t stream, Location device) noexcept;
 /// Whether what is enqueued on the stream becomes part of a graph. Throws what `throw_cuda_error`
 /// throws.
 [[nodiscard]] bool is_capturing(cudaStream_t stream, Location device);
-/// A fence behind what the calling thread has enqueued on its current stream of the device; null
-/// while that is being captured, where it would become part of the graph. Throws what
-/// `throw_cuda_error` throws.
-[[nodiscard]] FencePtr record_current_stream(Location device);
+/// Throws `std::invalid_argument` for what names no stream.
+[[nodiscard]] cudaStream_t handle_of(const Stream& stream);
+/// That of the calling thread.
+[[nodiscard]] Stream current_stream_of(Location device);
+/// A fence behind what the stream was given; null while it is being captured, where the fence would
+/// become part of the graph. Of a stream that was destroyed nobody can tell: then the host waits for
+/// the device. Throws what `throw_cuda_error` throws.
+[[nodiscard]] FencePtr record_stream(const Stream& stream);
 /// Null when nothing was done there yet, and in a child of the process that did it.
 [[nodiscard]] DeviceStreams* find_streams(Location device) noexcept;
 

@@ -234,7 +234,7 @@ TEST_F(LeaseTest, UseThatCannotBeRecordedKeepsTheLeaseActive) {
   backend->complete_all();
 }
 
-TEST_F(LeaseTest, DestroyedWithoutARecordedUseStaysProtectedUntilTheManagerCloses) {
+TEST_F(LeaseTest, DestroyedWithoutARecordedUseStaysProtectedUntilItIsRecorded) {
   const Warnings warnings;
   start();
   const Handle a = adopt(kPinned, 100);
@@ -245,7 +245,24 @@ TEST_F(LeaseTest, DestroyedWithoutARecordedUseStaysProtectedUntilTheManagerClose
     backend->fail(Call::kRecordUse, 1);
   }
   EXPECT_EQ(warnings.texts().size(), 1U);
+  backend->fail(Call::kRecordUse, 1);
   refused<InUseError>([&] { manager->drop(a, kCuda0); });
+  manager->drop(a, kCuda0);
+  EXPECT_EQ(manager->snapshot().num_leases, 0U);
+  manager->audit();
+  manager->close();
+}
+
+TEST_F(LeaseTest, DestroyedWithoutARecordedUseIsEndedByClosing) {
+  const Warnings warnings;
+  start();
+  const Handle a = adopt(kPinned, 100);
+  manager->ensure(a, kCuda0);
+  {
+    const Lease lease = acquire(a, kCuda0);
+    backend->fail(Call::kRecordUse, 1);
+  }
+  backend->fail(Call::kRecordUse, 1);
   manager->close({.force = true});
 }
 

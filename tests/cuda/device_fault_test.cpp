@@ -13,6 +13,7 @@
 
 #include "residency/aten/manager.h"
 #include "residency/core/errors.h"
+#include "residency/core/warning.h"
 #include "residency/cuda/cuda_layer.h"
 #include "tests/aten/fixture.h"
 #include "tests/cuda/fixture.h"
@@ -352,9 +353,6 @@ TEST_F(DeviceFault, StagingThatCannotBeLockedIsExplained) {
   }
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto body = [] {
-    const rlimit limit{8 * kMiB, 8 * kMiB};  // of the simulated runtime's memory none is counted
-    ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &limit), 0);
-    ASSERT_EQ(::seteuid(65534), 0);
     const auto layer = make_cuda_layer();
     const auto manager = create_manager({}, {.devices = layer});
     for (const int byte : {1, 2, 3}) {
@@ -365,6 +363,9 @@ TEST_F(DeviceFault, StagingThatCannotBeLockedIsExplained) {
       manager->drop(each.handle, kPinned);
     }
     EXPECT_EQ(layer->usage(kPinned).segments, Bytes(24 * kMiB)) << "more than the buffers need";
+    const rlimit limit{8 * kMiB, 8 * kMiB};
+    ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &limit), 0);
+    ASSERT_EQ(::seteuid(65534), 0);
     const Handle handle = value(*manager, kMiB, 8);
     const std::vector<ResidencyAction> actions = {EnsureResident{handle, kDevice}};
     const Explanation explanation = manager->explain(actions);
@@ -376,6 +377,22 @@ TEST_F(DeviceFault, StagingThatCannotBeLockedIsExplained) {
     manager->close();
   };
   EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "");
+}
+
+TEST_F(DeviceFault, EmptySlabsGiveWayToOneThatIsNeeded) {
+  const auto layer = make_cuda_layer();
+  const auto manager = create_manager({}, {.devices = layer});
+  const Handle first = value(*manager, 8 * kMiB, 1);
+  manager->ensure(first, kPinned).wait();
+  manager->drop(first, kPinned);
+  const std::string limit = std::to_string(simcuda_pinned_bytes() + 6 * kMiB);
+  ASSERT_EQ(simcuda_set("pinned_limit", limit.c_str()), 0) << simcuda_message();
+  const Handle second = value(*manager, 12 * kMiB, 2);
+  manager->ensure(second, kPinned).wait();
+  ASSERT_EQ(simcuda_set("pinned_limit", "none"), 0);
+  EXPECT_EQ(layer->usage(kPinned).segments, Bytes(12 * kMiB));
+  EXPECT_TRUE(holds(*manager, second, kPinned, 2));
+  manager->close();
 }
 
 TEST_F(DeviceFault, MemoryThatCannotBeUnlockedIsNotGivenBack) {
@@ -423,6 +440,67 @@ TEST_F(DeviceFault, LostDeviceTakesOnlyWhatWasThereAlone) {
     manager->close({.force = true});
   };
   EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "");
+}
+
+// The copy comes from the device that was lost, and not to it.
+TEST_F(DeviceFault, LastIntactCopyIsNotGivenUpForOneThatWillNotCome) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto body = [] {
+    const auto manager = create_manager({}, {.devices = make_cuda_layer()});
+    const Handle handle = value(*manager, 16 * kMiB, 7);
+    manager->ensure(handle, kDevice).wait();
+    manager->ensure(handle, kOther).wait();
+    manager->drop(handle, kDevice);
+    ASSERT_EQ(simcuda_set("d2h", "1MB/s"), 0) << simcuda_message();
+    const ActionReport moved = manager->move(handle, kPinned, kOther);
+    EXPECT_EQ(simcuda_break_device(1, cudaErrorIllegalAddress), 0);
+    EXPECT_THROW(manager->drop(handle, kHost), OwnershipError);
+    EXPECT_ANY_THROW((void)manager->acquire(one(handle), kPinned));
+    EXPECT_TRUE(holds(*manager, handle, kHost, 7));
+    EXPECT_EQ(places(*manager, handle).front(), kHost);
+    manager->audit();
+    manager->ensure(handle, kDevice).wait();
+    EXPECT_TRUE(holds(*manager, handle, kDevice, 7));
+    manager->drop(handle, kPinned);
+    manager->audit();
+    manager->close({.force = true});
+  };
+  EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "");
+}
+
+TEST_F(DeviceFault, UseThatCannotBeRecordedWhenTheManagerClosesKeepsItsMemory) {
+  set_warning_handler([](std::string_view) {});
+  for (const std::uint64_t num_failures : {1U, 1000U}) {
+    const auto layer = make_cuda_layer();
+    const auto manager = create_manager({}, {.devices = layer});
+    const auto other = create_manager({}, {.devices = layer});
+    const Handle anchor = value(*other, 1000, 1);  // the segment stays
+    other->ensure(anchor, kDevice).wait();
+    const Handle handle = value(*manager, kMiB, 7);
+    manager->ensure(handle, kDevice).wait();
+    const Handle next = value(*other, kMiB, 9);
+    other->ensure(next, kPinned).wait();
+    const at::Tensor read = on_device(kMiB);
+    const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+    Gate gate(consumer);
+    Lease lease =
+        manager->acquire(one(handle), kDevice, {.stream = Stream{kDevice, consumer.id()}});
+    ASSERT_EQ(cudaMemcpyAsync(read.mutable_data_ptr(), tensors(lease, handle)[0].const_data_ptr(),
+                              kMiB, cudaMemcpyDefault, consumer),
+              cudaSuccess);
+    EXPECT_EQ(simcuda_fail("cudaEventRecord", 0, num_failures, cudaErrorInvalidValue), 0);
+    manager->close({.wait = false, .force = true});
+    EXPECT_EQ(simcuda_fail("cudaEventRecord", 0, 0, 0), 0);
+    other->ensure(next, kDevice);
+    gate.open();
+    consumer.synchronize();
+    std::uint8_t byte = 0;
+    EXPECT_EQ(cudaMemcpy(&byte, read.const_data_ptr(), 1, cudaMemcpyDefault), cudaSuccess);
+    EXPECT_EQ(byte, 7);
+    EXPECT_TRUE(holds(*other, next, kDevice, 9));
+    other->close();
+  }
+  set_warning_handler(nullptr);
 }
 
 TEST_F(DeviceFault, LastIntactCopyIsNotGivenUpForOneThatWasLost) {

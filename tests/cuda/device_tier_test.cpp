@@ -21,6 +21,7 @@
 #include "residency/aten/manager.h"
 #include "residency/aten/tensor_source.h"
 #include "residency/core/errors.h"
+#include "residency/core/warning.h"
 #include "residency/cuda/cuda_layer.h"
 #include "tests/aten/fixture.h"
 #include "tests/cuda/fixture.h"
@@ -753,6 +754,61 @@ TEST_F(DeviceTier, CaptureStaysValidAndUsesWhatIsThere) {
   EXPECT_EQ(byte_of(elsewhere, kOther), 4);
   EXPECT_EQ(cudaGraphExecDestroy(replayed), cudaSuccess);
   EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+}
+
+// What was done on the stream before is not known while it is being captured.
+TEST_F(DeviceTier, MemoryFreedDuringACaptureIsUsedAgainOnlyBehindItsUses) {
+  const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool();
+  const at::Tensor read = on_device(kMiB);
+  const Handle anchor = value(kMiB, 1);  // the segment stays
+  const Handle taken = value(kMiB, 3);
+  for (const Handle& handle : {anchor, taken}) {
+    manager_->move(handle, kDevice).wait();
+  }
+  const Handle next = value(kMiB, 4);
+  manager_->move(next, kPinned).wait();
+  std::optional<TensorResident> owned = take(*manager_, taken);
+  const void* address = (*owned)["x"].const_data_ptr();
+  {
+    const Gate gate(stream);
+    ASSERT_EQ(cudaMemcpyAsync(read.mutable_data_ptr(), address, kMiB, cudaMemcpyDeviceToDevice,
+                              stream),
+              cudaSuccess);
+    cudaGraph_t graph = nullptr;
+    {
+      const c10::cuda::CUDAStreamGuard guard(stream);
+      ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+      owned.reset();
+      ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    }
+    EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    manager_->ensure(next, kDevice);
+    Lease lease = manager_->acquire(one(next), kDevice);
+    EXPECT_EQ(residency::tensors(lease, next)["x"].const_data_ptr(), address)
+        << "the test needs the same memory";
+    lease.release();
+  }
+  stream.synchronize();
+  EXPECT_EQ(first_byte(read), 3);
+  EXPECT_EQ(byte_of(next, kDevice), 4);
+}
+
+// Its use cannot be recorded then; nothing stays protected for that.
+TEST_F(DeviceTier, LeaseDestroyedDuringACaptureEndsAfterIt) {
+  set_warning_handler([](std::string_view) {});
+  const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool();
+  const Handle handle = value(kMiB, 3);
+  manager_->ensure(handle, kDevice).wait();
+  const c10::cuda::CUDAStreamGuard guard(stream);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  { const Lease lease = manager_->acquire(one(handle), kDevice); }
+  EXPECT_EQ(manager_->snapshot().num_leases, 1U);
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  manager_->drop(handle, kDevice);
+  EXPECT_EQ(manager_->snapshot().num_leases, 0U);
+  set_warning_handler(nullptr);
 }
 
 /// What PyTorch's caching allocator hands out and takes back, summed from its trace.

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <thread>
 
@@ -99,6 +100,25 @@ TEST_F(ManagerAtExit, LocalMadeAfterTheFirstUseOfADevice) {
     manager->prefetch(one(handle), kDevice);
     manager->ensure(value(*manager, 64 * kMiB), kDevice);
   });
+}
+
+// What waits for a copy on another thread is not left waiting, and files do not outlive the manager.
+TEST_F(ManagerAtExit, StaticWithFilesAndAThreadThatWaits) {
+  const TemporaryDirectory directory;
+  ::setenv("RESIDENCY_EXIT_TEST", directory.path().c_str(), 0);  // the child's is its parent's
+  const std::string path = std::getenv("RESIDENCY_EXIT_TEST");
+  expect_exits([path] {
+    static const std::shared_ptr<Manager> manager =
+        create_manager(with_disk(path), {.devices = make_cuda_layer()});
+    manager->move(value(*manager, kMiB), kDisk).wait();
+    manager->ensure(value(*manager, kMiB), kDevice).wait();
+    const ActionReport moved = manager->move(value(*manager, 64 * kMiB), kDisk);
+    static std::jthread waiter([moved] { moved.wait(); });
+  });
+  for (const auto& each : std::filesystem::recursive_directory_iterator(path)) {
+    ADD_FAILURE() << "left: " << each.path();
+  }
+  ::unsetenv("RESIDENCY_EXIT_TEST");
 }
 
 // A destructor of somebody's may still call the manager.

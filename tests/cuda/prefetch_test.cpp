@@ -554,6 +554,61 @@ TEST_F(Prefetch, RefreshThatIsNotEnqueuedLeavesItStale) {
   EXPECT_EQ(byte_of(handle, kPinned), 1);
 }
 
+// For the second of two hints the first is settled.
+TEST_F(Prefetch, RefreshBehindOneThatIsNotEnqueuedLosesNothing) {
+  for (const bool fails_at_once : {true, false}) {
+    const Handle large = in_page_locked(kNumChunks * kChunk, 1);
+    const Handle handle = value(kChunk, 2, Mutability::kMutable);
+    manager_->ensure(handle, kPinned).wait();
+    manager_->drop(large, kDevice);
+    slow_down();
+    (void)manager_->prefetch(one(large), kDevice);
+    (void)manager_->prefetch(one(handle), kDevice);
+    if (fails_at_once) {
+      ASSERT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 1'000'000, cudaErrorInvalidValue), 0);
+    }
+    manager_->acquire(one(handle), kHost, {.access = Access::kWrite}).release();
+    (void)manager_->prefetch(one(handle), kDevice);
+    ASSERT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 1'000'000, cudaErrorInvalidValue), 0);
+    for (const Location at : {kPinned, kHost}) {
+      try {
+        manager_->drop(handle, at);
+      } catch (const Error&) {
+      }
+      manager_->audit();
+    }
+    EXPECT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 0, 0), 0);
+    ASSERT_EQ(simcuda_set("h2d", "16GB/s"), 0);
+    try {
+      manager_->synchronize();
+    } catch (const TransferError&) {
+    }
+    try {
+      manager_->ensure(handle, kHost).wait();
+    } catch (const TransferError&) {
+      manager_->ensure(handle, kHost).wait();
+    }
+    EXPECT_EQ(byte_of(handle, kHost), 2);
+    manager_->discard(large);
+    manager_->discard(handle);
+  }
+}
+
+// The option is one of every action: what gives something up relies on what was put off.
+TEST_F(Prefetch, MoveAheadOfNeedSettlesWhatItGivesUp) {
+  const Handle handle = in_page_locked(kChunk, 1);
+  manager_->drop(handle, kDevice);
+  slow_down();
+  for (int i = 0; i < 20; ++i) {
+    (void)manager_->prefetch(one(handle), kDevice);
+    manager_->apply(DropResident{handle, kDevice}, {.prefetch = true});
+    manager_->audit();
+  }
+  ASSERT_EQ(simcuda_set("h2d", "16GB/s"), 0);
+  manager_->synchronize();
+  manager_->audit();
+}
+
 // It is enqueued for whoever relies on it, and nobody waits for the device.
 TEST_F(Prefetch, OneThatIsReliedOnMakesNobodyWait) {
   const Handle handle = in_page_locked(kNumChunks * kChunk, 1);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -36,6 +37,8 @@ class RESIDENCY_API Fence {
   }
   /// Whether streams of a device can be made to come after it, so that the host need not wait.
   [[nodiscard]] virtual bool on_stream() const noexcept { return false; }
+  /// Whether it is known by now that the work has failed; the device is not asked.
+  [[nodiscard]] virtual bool has_failed() const noexcept { return poll() == FenceStatus::kFailed; }
   /// Whether the work can fail no more unless its device is lost, or has ended. What is put off, to
   /// be given to a device later, is not certain until then. As `poll` never blocks.
   [[nodiscard]] virtual bool is_certain() const noexcept {
@@ -60,6 +63,10 @@ class RESIDENCY_API Fence {
   /// A lost value is the one unforgivable fault, and a freed source would be one.
   void retain_until_success(std::shared_ptr<Block> block);
   [[nodiscard]] std::shared_ptr<Block> take_retained();
+
+ protected:
+  /// Blocks the host until it has been completed or has failed, or for so long.
+  void wait_for(std::chrono::milliseconds most);
 
  private:
   std::atomic<FenceStatus> status_{FenceStatus::kPending};
