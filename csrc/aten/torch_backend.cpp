@@ -468,6 +468,7 @@ void TorchBackend::State::hold_staging(const CopyRequest& request) {
   if (!device.is_cuda()) {
     return;
   }
+  devices().refuse_while_capturing(device, "nothing is moved through page-locked buffers");
   const std::lock_guard lock(staging_mutex);
   if (std::shared_ptr<void>& held = staging[device]; held == nullptr) {
     held = devices().hold_staging(device);
@@ -875,7 +876,7 @@ FencePtr TorchBackend::watch_escape(const Block& block) {
     return nullptr;
   }
   if (is_device_tier(tensors->location()) && state_->options.devices != nullptr) {
-    state_->devices().check_may_free(tensors->location());
+    state_->devices().refuse_while_capturing(tensors->location(), "nothing is freed");
   }
   return tensors->watch_escape();
 }
@@ -921,6 +922,12 @@ Stream TorchBackend::current_stream(Location location) {
   return location.is_cuda() && state_->options.devices != nullptr
              ? state_->devices().current_stream(location)
              : Backend::current_stream(location);
+}
+
+void TorchBackend::check_may_wait() const {
+  if (state_->options.devices != nullptr) {
+    state_->devices().refuse_while_capturing(Location::pinned_host(), "nothing is waited for");
+  }
 }
 
 FencePtr TorchBackend::record_use(const Stream& stream) {

@@ -30,6 +30,8 @@ bool Backend::is_lost(Location) const {
 
 void Backend::check_answers(Location) {}
 
+void Backend::check_may_wait() const {}
+
 Bytes Backend::staging_bytes(Location, Location) const {
   return Bytes();
 }

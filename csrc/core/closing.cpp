@@ -43,6 +43,9 @@ void ManagerState::close(const CloseOptions& options) {
     return;
   }
   settle(trash);
+  if (options.wait && !is_forked()) {
+    backend_->check_may_wait();
+  }
   if (!options.force) {
     std::uint32_t num_only_on_disk = 0;
     values_.for_each([&](const ValueRecord& record) {

@@ -538,7 +538,8 @@ void ManagerState::release(LeaseState& lease, bool wait) {
       each.block = nullptr;
     }
   }
-  if (wait) {
+  if (wait && std::ranges::any_of(last_uses, is_pending)) {
+    backend_->check_may_wait();
     wait_all(last_uses);
   }
   for (std::size_t i = 0; i < lease.values.size(); ++i) {

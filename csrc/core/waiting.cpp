@@ -74,6 +74,9 @@ void ManagerState::refuse_pending_in_forked_child(const std::vector<FencePtr>& f
 
 void ManagerState::wait_on(Lock& lock, const std::vector<FencePtr>& fences) {
   refuse_pending_in_forked_child(fences);
+  if (std::ranges::any_of(fences, is_pending)) {
+    backend_->check_may_wait();
+  }
   const Unlocked unlocked(*this, lock);
   wait_all(fences);
 }

@@ -141,12 +141,16 @@ std::shared_ptr<EventFence> Enqueuing::enqueue_on(cudaStream_t stream) {
 }
 
 /// For what is done besides the stream in question: the caller's current streams at the current
-/// device and at `at` are those that a capture would be of.
+/// device and at `at` are those that a capture would be of. Where there is no context yet there is
+/// no capture, and none is to be made by asking.
 void refuse_while_caller_captures(Location at, std::string_view what) {
   const Location current = with_typed_errors(
       at, "cudaGetDevice", [] { return Location::cuda(c10::cuda::current_device()); });
   const auto refuse_at = [&](Location device) {
-    refuse_while_capturing(c10::cuda::getCurrentCUDAStream(index_of(device)).stream(), device,
+    if (!c10::cuda::hasPrimaryContext(index_of(device))) {
+      return;
+    }
+    residency::refuse_while_capturing(c10::cuda::getCurrentCUDAStream(index_of(device)).stream(), device,
                            what);
   };
   refuse_at(current);
@@ -308,9 +312,9 @@ class CudaLayer final : public DeviceLayer, public std::enable_shared_from_this<
     return staging_of(device);
   }
   [[nodiscard]] Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) override;
-  void check_may_free(Location at) const override {
+  void refuse_while_capturing(Location at, std::string_view what) const override {
     if (!is_orphan()) {
-      refuse_while_caller_captures(at, "nothing is freed");
+      refuse_while_caller_captures(at, what);
     }
   }
   [[nodiscard]] bool end_use(const TensorBlock& block, const LastUses& uses) override;
@@ -471,7 +475,7 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
           std::vector<FencePtr>(copy.after.begin(), copy.after.end()), copy.peers);
     } else if (request.stream.has_value()) {
       const cudaStream_t stream = handle_of(*request.stream);
-      refuse_while_capturing(stream, route.device(), "nothing is moved");
+      residency::refuse_while_capturing(stream, route.device(), "nothing is moved");
       result.ready = copy.enqueue_on(stream);
     } else {
       result.ready = copy.enqueue_on(route.lane().stream);
@@ -572,7 +576,7 @@ void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {
   refuse_in_forked_child();
   const cudaStream_t handle = handle_of(stream);
   const OnDevice current(stream.device);
-  refuse_while_capturing(handle, stream.device, "what is not ready cannot be waited for");
+  residency::refuse_while_capturing(handle, stream.device, "what is not ready cannot be waited for");
   const RelaxedCapture relaxed;
   (void)wait_on_stream(handle, fence, stream.device);
 }
@@ -611,6 +615,11 @@ void CudaLayer::reset_peaks() {
 bool CudaLayer::trim() noexcept {
   if (is_orphan()) {
     return true;
+  }
+  try {
+    refuse_while_caller_captures(Location::pinned_host(), "nothing is trimmed");
+  } catch (...) {
+    return false;
   }
   bool is_trimmed = true;
   for (const auto& memory : all_memory()) {

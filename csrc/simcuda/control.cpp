@@ -230,6 +230,21 @@ int simcuda_release(void* handle) {
   return accept();
 }
 
+int simcuda_hold_all(int on) {
+  Hidden hidden;
+  Clock::Lock lock(runtime().clock.mutex);
+  for (const auto& device : runtime().devices) {
+    for (const StreamPtr& stream : device->streams) {
+      if (on != 0) {
+        stream->hold(lock);
+      } else {
+        stream->release(lock);
+      }
+    }
+  }
+  return accept();
+}
+
 uint64_t simcuda_pending(void* handle) {
   Hidden hidden;
   StreamPtr stream;

@@ -71,7 +71,7 @@ TEST_F(Cases, Case1LockedBytesAreWhatExplainSaid) {
       manager_->discard(handle_of(action));
     }
     manager_->synchronize();
-    layer_->trim();
+    (void)layer_->trim();
   }
 }
 

@@ -63,7 +63,7 @@ class DeviceFault : public CudaTest {
         ++num_failed;
       } catch (const std::bad_alloc&) {
         ++num_failed;
-      } catch (const c10::Error&) {  // out of device memory, and c10's own calls
+      } catch (const c10::OutOfMemoryError&) {
         ++num_failed;
       }
     };
@@ -401,7 +401,7 @@ TEST_F(DeviceFault, MemoryThatCannotBeUnlockedIsNotGivenBack) {
   const std::uint64_t locked = simcuda_pinned_bytes();
   (void)layer->allocate(fields.layout(), kPinned);
   EXPECT_EQ(simcuda_fail("cudaHostUnregister", 0, 1, cudaErrorInvalidValue), 0);
-  layer->trim();
+  (void)layer->trim();
   EXPECT_EQ(layer->usage(kPinned).segments, Bytes());
   EXPECT_GT(simcuda_pinned_bytes(), locked) << "others must not get pages that a device can reach";
 }

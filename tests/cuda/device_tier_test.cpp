@@ -721,10 +721,20 @@ TEST_F(DeviceTier, CaptureStaysValidAndUsesWhatIsThere) {
   for (const Handle& handle : {there, elsewhere}) {
     manager_->move(handle, kPinned).wait();
   }
-  manager_->ensure(there, kDevice).wait();
+  manager_->move(there, kDevice).wait();
   manager_->ensure(elsewhere, kHost).wait();
   const at::Tensor read = page_locked(kMiB);
   std::memset(read.mutable_data_ptr(), 0, kMiB);
+  const Handle pageable = value(kMiB, 5);
+  const Handle in_flight = value(kMiB, 6, Mutability::kMutable);
+  const c10::cuda::CUDAStream other = c10::cuda::getStreamFromPool();
+  manager_->ensure(in_flight, kDevice).wait();
+  Gate gate(other);
+  enqueue_read(in_flight, other, read);  // what comes behind it is in flight until the gate opens
+  manager_->acquire(one(in_flight), kDevice, {.access = Access::kWrite, .stream = named(other)})
+      .release();
+  manager_->drop(in_flight, kHost);
+  manager_->ensure(in_flight, kPinned);
   const c10::cuda::CUDAStreamGuard guard(stream);
   ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
 
@@ -738,9 +748,20 @@ TEST_F(DeviceTier, CaptureStaysValidAndUsesWhatIsThere) {
   EXPECT_THROW(manager_->discard(elsewhere), CaptureError);
   EXPECT_THROW((void)take(*manager_, elsewhere), CaptureError);
   EXPECT_THROW(lease.release(), CaptureError) << "its use would become part of the graph";
+  const std::uint64_t pinned = simulated() ? simcuda_pinned_bytes() : 0;
+  EXPECT_THROW(manager_->ensure(pageable, kDevice), CaptureError) << "it locks buffers";
+  EXPECT_THROW(manager_->ensure(there, kHost), CaptureError);
+  EXPECT_THROW(manager_->ensure(elsewhere, kDevice, {.stream = named(stream)}), CaptureError)
+      << "on the stream itself";
+  EXPECT_THROW((void)manager_->acquire(one(in_flight), kPinned), CaptureError) << "it would wait";
+  EXPECT_THROW(manager_->synchronize(), CaptureError);
+  EXPECT_THROW(manager_->close({.force = true}), CaptureError);
+  EXPECT_FALSE(layer_->trim());
+  EXPECT_EQ(simulated() ? simcuda_pinned_bytes() : 0, pinned);
   // What others do meanwhile does not disturb it.
   std::thread([&] { manager_->ensure(elsewhere, kOther).wait(); }).join();
 
+  gate.open();
   cudaGraph_t graph = nullptr;
   ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
   cudaGraphExec_t replayed = nullptr;
@@ -1098,7 +1119,7 @@ TEST_F(DeviceTier, LockedBytesAreHardlyMoreThanWhatIsBooked) {
     EXPECT_EQ(layer->usage(kPinned).live, booked);
     EXPECT_LE(locked, 1.02 * static_cast<double>(booked.count())) << num << " x " << nbytes;
     rooms.clear();
-    layer->trim();
+    (void)layer->trim();
     EXPECT_EQ(simcuda_pinned_bytes(), before);
   }
 }
@@ -1271,7 +1292,7 @@ TEST_F(DeviceTier, ForkWhileOtherThreadsTakeAndGiveBackMemoryLeavesAChildThatEnd
     manager_->close({.force = true});
     lease.release();
     manager_.reset();
-    layer_->trim();
+    (void)layer_->trim();
     layer_.reset();
   };
   for (int i = 0; i < 60 && !HasFailure(); ++i) {

@@ -568,7 +568,12 @@ TEST_F(Prefetch, RefreshBehindOneThatIsNotEnqueuedLosesNothing) {
       ASSERT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 1'000'000, cudaErrorInvalidValue), 0);
     }
     manager_->acquire(one(handle), kHost, {.access = Access::kWrite}).release();
-    (void)manager_->prefetch(one(handle), kDevice);
+    try {
+      (void)manager_->prefetch(one(handle), kDevice);
+      EXPECT_FALSE(fails_at_once);
+    } catch (const TransferError&) {  // of the first
+      EXPECT_TRUE(fails_at_once);
+    }
     ASSERT_EQ(simcuda_fail("cudaMemcpyAsync", 0, 1'000'000, cudaErrorInvalidValue), 0);
     for (const Location at : {kPinned, kHost}) {
       try {

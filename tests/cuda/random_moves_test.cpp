@@ -123,7 +123,7 @@ class RandomMoves : public CudaTest {
 
   const std::uint32_t seed_ = chosen_seed();
   std::mt19937 random_;
-  const std::vector<Location> places_ = {kHost, kPinned, kPinned, kDevice, kDevice, kOther};
+  std::vector<Location> places_ = {kHost, kPinned, kPinned, kDevice, kDevice, kOther};
   std::vector<c10::cuda::CUDAStream> streams_;
   const std::shared_ptr<Manager> manager_ = create_manager({}, {.devices = make_cuda_layer()});
   std::vector<Value> values_;
@@ -160,6 +160,61 @@ TEST_F(RandomMoves, WhoeverReadsFindsWhatWasWrittenLast) {
     EXPECT_EQ(byte_of(*manager_, value.handle, kPinned), value.byte)
         << to_string(value.handle) << ", RESIDENCY_SEED=" << seed_;
   }
+  manager_->close();
+}
+
+// Between devices and page-locked memory, whatever is in flight.
+TEST_F(RandomMoves, NobodyWaitsWhileEveryStreamIsHeld) {
+  if (!simulated()) {
+    GTEST_SKIP() << "the streams of a GPU cannot be held";
+  }
+  constexpr int kNumRounds = 60;
+  constexpr int kNumCalls = 25;
+  for (const Value& value : values_) {
+    manager_->move(value.handle, kPinned).wait();
+    for (const Location at : {kDevice, kOther}) {
+      manager_->ensure(value.handle, at).wait();
+    }
+  }
+  places_ = {kPinned, kPinned, kDevice, kDevice, kOther};
+  int num_refused = 0;
+  for (int round = 0; round < kNumRounds && !HasFailure(); ++round) {
+    SCOPED_TRACE("RESIDENCY_SEED=" + std::to_string(seed_));
+    simcuda_reset_counters();
+    ASSERT_EQ(simcuda_hold_all(1), 0);
+    for (int call = 0; call < kNumCalls; ++call) {
+      try {
+        switch (below(8)) {
+          case 0:
+          case 1:
+            manager_->apply(any_action(any_value().handle),
+                            {.may_block = false, .prefetch = below(3) == 0});
+            break;
+          case 2: execute(); break;
+          case 3: prefetch(); break;
+          case 4:
+          case 5: write(); break;
+          default: read(); break;
+        }
+      } catch (const Error& error) {
+        ++num_refused;  // a last copy that is not dropped, a source that is not there
+        EXPECT_EQ(std::string(error.what()).find("may_block"), std::string::npos) << error.what();
+      }
+    }
+    simcuda_counters counters{};
+    EXPECT_EQ(simcuda_read_counters(-1, &counters), 0);
+    EXPECT_EQ(counters.busy_host_syncs, 0U);
+    EXPECT_EQ(counters.blocked_time, 0U);
+    ASSERT_EQ(simcuda_hold_all(0), 0);
+    look_at_reads();
+  }
+  EXPECT_LT(num_refused, kNumRounds * kNumCalls / 2);
+  for (const Value& value : values_) {
+    manager_->ensure(value.handle, kPinned).wait();
+    EXPECT_EQ(byte_of(*manager_, value.handle, kPinned), value.byte)
+        << to_string(value.handle) << ", RESIDENCY_SEED=" << seed_;
+  }
+  manager_->audit();
   manager_->close();
 }
 

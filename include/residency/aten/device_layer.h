@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <sys/uio.h>
@@ -65,9 +66,9 @@ class RESIDENCY_API DeviceLayer {
   /// A pack, not initialized, in memory that earlier users may not have finished with. Throws
   /// `c10::OutOfMemoryError`, `PageLockError`, `CaptureError`, `DeviceLostError`.
   [[nodiscard]] virtual Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) = 0;
-  /// Throws `CaptureError` while the calling thread captures a graph, during which nothing is
-  /// freed.
-  virtual void check_may_free(Location at) const = 0;
+  /// Throws `CaptureError` with `what` while the calling thread captures a graph: then nothing is
+  /// freed, page-locked or waited for.
+  virtual void refuse_while_capturing(Location at, std::string_view what) const = 0;
   struct LastUses {
     std::vector<FencePtr> last_uses;
     /// Somebody besides the manager has the memory, and may use it until it is freed, on the stream

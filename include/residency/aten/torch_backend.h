@@ -51,6 +51,7 @@ class RESIDENCY_API TorchBackend final : public Backend {
   [[nodiscard]] std::string why_unavailable(Location location) const override;
   [[nodiscard]] bool is_lost(Location location) const override;
   void check_answers(Location location) override;
+  void check_may_wait() const override;
   [[nodiscard]] Bytes occupied_bytes(const ValueSpec& spec, Location location) const override;
   [[nodiscard]] TransferPath path(Location from, Location to) const override;
   [[nodiscard]] bool reuses_in_device_order(Location location) const override;

@@ -161,6 +161,9 @@ class RESIDENCY_API Backend {
   /// Asks a device whether it still answers, without waiting for its work. Throws
   /// `DeviceLostError`.
   virtual void check_answers(Location location);
+  /// Throws `CaptureError` where the calling thread must not wait for a device. Asked before the
+  /// manager waits for fences, with its mutex held: as a pure query, but that it throws.
+  virtual void check_may_wait() const;
   /// What the packed value will really occupy at the location, rounded as the location rounds.
   /// Pure query, and constant for one spec and location.
   [[nodiscard]] virtual Bytes occupied_bytes(const ValueSpec& spec, Location location) const = 0;

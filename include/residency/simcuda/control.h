@@ -119,6 +119,7 @@ SIMCUDA_API int simcuda_write_timeline(const char* path);
 SIMCUDA_API int simcuda_hold(void* stream);                 /* stops before its next operation */
 SIMCUDA_API int simcuda_step(void* stream, uint64_t count); /* a held stream runs so many more */
 SIMCUDA_API int simcuda_release(void* stream);
+SIMCUDA_API int simcuda_hold_all(int on);                   /* all streams there are, or none any more */
 SIMCUDA_API uint64_t simcuda_pending(void* stream);         /* enqueued and not really done */
 
 /* ---- Faults --------------------------------------------------------------------------------- */
