@@ -303,8 +303,7 @@ struct TorchBackend::State {
     retirement->free_completed();
     const bool locks_memory =
         options.devices != nullptr &&
-        (!staging.empty() ||
-         options.devices->usage(Location::pinned_host()).segments != Bytes());
+        (!staging.empty() || options.devices->usage(Location::pinned_host()).segments != Bytes());
     return !retirement->any && transfers->is_idle() && !locks_memory;
   }
   /// Ends what can be by now: on a thread of ours, as that may wait for devices. Whether all is.

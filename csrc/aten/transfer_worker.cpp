@@ -144,8 +144,7 @@ void TransferWorker::end_all() noexcept {
   }
   for (const auto& state : states) {
     std::unique_lock lock(state->mutex);
-    state->left.wait_until(lock, until,
-                           [&] { return state->queue.empty() && !state->is_at_work; });
+    state->left.wait_until(lock, until, [&] { return state->queue.empty() && !state->is_at_work; });
   }
   end_devices();
   for (const auto& state : states) {

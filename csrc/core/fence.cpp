@@ -11,9 +11,8 @@ Fence::~Fence() = default;
 
 void Fence::wait_for(std::chrono::milliseconds most) {
   std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, most, [&] {
-    return status_.load(std::memory_order_acquire) != FenceStatus::kPending;
-  });
+  changed_.wait_for(
+      lock, most, [&] { return status_.load(std::memory_order_acquire) != FenceStatus::kPending; });
 }
 
 void Fence::wait() {

@@ -48,10 +48,10 @@ void abandon_guard(const std::unique_ptr<State>& state, Options... options) noex
     failure = std::current_exception();
   }
   try {
-    const std::string_view outcome =
-        !failure              ? "it has been released. Release it explicitly"
-        : state->ended.load() ? "it has been released: "
-                              : "it could not be released and is kept until it can be: ";
+    const std::string_view outcome = !failure ? "it has been released. Release it explicitly"
+                                     : state->ended.load()
+                                         ? "it has been released: "
+                                         : "it could not be released and is kept until it can be: ";
     warn(fmt::format("{} was destroyed while active; {}{}", in_words(*state), outcome,
                      failure ? describe(failure) : ""));
   } catch (...) {

@@ -463,8 +463,7 @@ void ManagerState::end_accesses(LeaseState& lease, std::span<const Stream> strea
   bool is_written = false;
   for (LeasedValue& each : lease.values) {
     try {
-      if (auto field =
-              backend_->end_access(*each.block, lease.access, options_.checksum_leases)) {
+      if (auto field = backend_->end_access(*each.block, lease.access, options_.checksum_leases)) {
         each.written = std::move(field);
       }
     } catch (...) {
@@ -498,7 +497,8 @@ void ManagerState::release(LeaseState& lease, bool wait) {
     // on, and can be released again.
     try {
       if (!closed()) {
-        const std::vector<Stream> streams = lease.streams;  // an add_stream may be failing meanwhile
+        const std::vector<Stream> streams =
+            lease.streams;  // an add_stream may be failing meanwhile
         last_uses.reserve(streams.empty() ? 0 : streams.size() + 1);
         make_room();
         const Unlocked unlocked(*this, lock);

@@ -74,7 +74,7 @@ struct LeaseState {
   std::atomic<std::size_t> next_view{0};  // readers mostly go through a lease in its order
   std::vector<Stream> streams;            // guarded by the manager's mutex
   std::atomic<bool> ended{false};
-  std::unique_ptr<LeaseState> next;       // of those that nobody could end
+  std::unique_ptr<LeaseState> next;  // of those that nobody could end
 };
 
 struct HoldState {
@@ -115,9 +115,9 @@ struct ScopeState {
 /// it the result is committed, or the charges are undone. `close` waits until no section is open.
 ///
 /// Note [Commits cannot fail]
-/// A copy that was made and is then lost track of would be a lost value, so from the first change to
-/// the state on nothing allocates: what that takes (`Leave`, nodes of lists, room in vectors) is had
-/// before. When there is no memory for it, nothing has changed.
+/// A copy that was made and is then lost track of would be a lost value, so from the first change
+/// to the state on nothing allocates: what that takes (`Leave`, nodes of lists, room in vectors) is
+/// had before. When there is no memory for it, nothing has changed.
 class ManagerState final : public std::enable_shared_from_this<ManagerState>, public Reclaimer {
  public:
   using Lock = std::unique_lock<std::mutex>;
@@ -257,10 +257,10 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   /// What it takes to give up a materialization. See Note [Commits cannot fail].
   struct Leave {
     AddressRanges ranges;
-    MaterializationPtr outside;      // for one that stands in its record
-    std::vector<FencePtr> after;     // room for all that may be pending
-    std::list<Retiring> retiring;    // one, with that room too
-    std::list<Escaped> escaped;      // one
+    MaterializationPtr outside;    // for one that stands in its record
+    std::vector<FencePtr> after;   // room for all that may be pending
+    std::list<Retiring> retiring;  // one, with that room too
+    std::list<Escaped> escaped;    // one
   };
   /// What an action works on, as it was when the action began.
   struct Inputs {
@@ -293,7 +293,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
     std::optional<StagingUse> staging = {};
     Inputs inputs;
     Made made;
-    Leave leave;                  // of what is given up
+    Leave leave;                 // of what is given up
     std::list<Arrival> arrival;  // one, of a copy that can still fail
 
     [[nodiscard]] std::span<const Transition> transitions() const noexcept {
@@ -352,8 +352,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   void give_up(ValueRecord& record, MaterializationPtr given_up, Leave& leave,
                FencePtr escape_watch, std::vector<Release>& releases) noexcept;
   [[nodiscard]] bool is_reused_at_once(Location location, std::span<const FencePtr> after) const;
-  [[nodiscard]] std::list<Escaped>::iterator find_escaped(Location at,
-                                                            const AddressRanges& ranges);
+  [[nodiscard]] std::list<Escaped>::iterator find_escaped(Location at, const AddressRanges& ranges);
   [[nodiscard]] std::vector<Leave> prepare_end(const ValueRecord& record,
                                                std::span<const FencePtr> watches, Trash& trash,
                                                std::vector<Release>& releases);

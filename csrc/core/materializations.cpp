@@ -144,8 +144,8 @@ void ManagerState::give_up(ValueRecord& record, MaterializationPtr given_up, Lea
 }
 
 /// The escaped memory that is exactly this, if any.
-std::list<ManagerState::Escaped>::iterator ManagerState::find_escaped(
-    Location at, const AddressRanges& ranges) {
+std::list<ManagerState::Escaped>::iterator ManagerState::find_escaped(Location at,
+                                                                      const AddressRanges& ranges) {
   return ranges.empty() ? escaped_.end() : std::ranges::find_if(escaped_, [&](const Escaped& each) {
     return each.location == at && each.ranges == ranges;
   });

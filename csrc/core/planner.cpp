@@ -109,8 +109,7 @@ class Plan {
     if (target_is_good) {
       verdict_.reason = Reason::kReleased;
     } else {
-      const Residence* read =
-          given_up->is_good() ? given_up : cheapest_source(world_, value_, to);
+      const Residence* read = given_up->is_good() ? given_up : cheapest_source(world_, value_, to);
       if (target != nullptr) {
         refresh(*target, read);
       } else if (read != nullptr) {
@@ -229,8 +228,8 @@ class Plan {
     verdict_.source = source->location;
     verdict_.reason = Reason::kRefreshed;
     verdict_.bytes = target.charge;
-    // A thread that still copies out of the target must not see the new bytes, nor must there be two
-    // arrivals of one materialization.
+    // A thread that still copies out of the target must not see the new bytes, nor must there be
+    // two arrivals of one materialization.
     verdict_.waits |= is_waited_for(*source, target.location) || target.uncertain ||
                       target.put_off || target.read_by_copy;
     wait_for_departures();

@@ -74,8 +74,8 @@ struct Materialization {
   }
   /// The arrival's fence once it has succeeded, which nobody need ask any more; null before.
   [[nodiscard]] FencePtr take_ready() noexcept {
-    const bool is_over = fences && !fails_later && fences->ready &&
-                         fences->ready->poll() == FenceStatus::kDone;
+    const bool is_over =
+        fences && !fails_later && fences->ready && fences->ready->poll() == FenceStatus::kDone;
     return is_over ? std::exchange(fences->ready, nullptr) : nullptr;
   }
   // So that what follows does not allocate.
@@ -109,9 +109,9 @@ struct Materialization {
   }
   /// Whether a thread is at it, and not the device.
   [[nodiscard]] bool is_used_by_worker() const noexcept {
-    return fences && (is_of_worker(fences->ready) ||
-                      std::ranges::any_of(fences->readers, is_of_worker) ||
-                      std::ranges::any_of(fences->last_uses, is_of_worker));
+    return fences &&
+           (is_of_worker(fences->ready) || std::ranges::any_of(fences->readers, is_of_worker) ||
+            std::ranges::any_of(fences->last_uses, is_of_worker));
   }
   [[nodiscard]] std::uint32_t num_pending_last_uses() const noexcept {
     return fences ? count_pending(fences->last_uses) : 0;
@@ -246,8 +246,8 @@ class ValueTable {
   }
 
   /// Asks the memory for what the next actions will look at: each thing a while after what leads to
-  /// it was asked for. Inlined by force: GCC 12 takes a function that only prefetches for one without
-  /// effects, and drops the calls.
+  /// it was asked for. Inlined by force: GCC 12 takes a function that only prefetches for one
+  /// without effects, and drops the calls.
   [[gnu::always_inline]] void prefetch(std::span<const ResidencyAction> next) const noexcept {
     constexpr std::size_t kAhead = 4;  // enough to hide a cache miss
     if (next.size() <= 4 * kAhead) {
@@ -333,8 +333,7 @@ class ValueTable {
                ? &chunks_[number].records[index]
                : nullptr;
   }
-  [[gnu::always_inline]] static void prefetch_lines(const void* begin,
-                                                    std::size_t count) noexcept {
+  [[gnu::always_inline]] static void prefetch_lines(const void* begin, std::size_t count) noexcept {
     for (std::size_t line = 0; begin != nullptr && line < count; ++line) {
       __builtin_prefetch(static_cast<const char*>(begin) + 64 * line);
     }

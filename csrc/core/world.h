@@ -18,10 +18,10 @@ namespace residency {
 struct Residence {
   Location location;
   bool stale = false;
-  bool lost = false;            ///< with its device, or with the one that was to bring it
-  bool uncertain = false;       ///< an arrival that may still fail
-  bool put_off = false;         ///< the same, of which the call makes certain before it acts
-  bool replaces = false;        ///< it came by a move whose source comes back if it fails
+  bool lost = false;       ///< with its device, or with the one that was to bring it
+  bool uncertain = false;  ///< an arrival that may still fail
+  bool put_off = false;    ///< the same, of which the call makes certain before it acts
+  bool replaces = false;   ///< it came by a move whose source comes back if it fails
   bool arrives_by_worker = false;
   bool read_by_copy = false;    ///< a copy that completes on a worker reads it
   bool used_by_worker = false;  ///< so that its memory stays for a while after it was given up

@@ -24,9 +24,9 @@ bool enqueue_together(std::span<const Piece> pieces, cudaStream_t stream) {
                            &first_with_them, 1, stream);
 #else  // of 12.8 and 12.9, which also tell which of them has failed
   std::size_t failed = 0;
-  const cudaError_t error = cudaMemcpyBatchAsync(
-      to.data(), const_cast<void**>(from.data()), num_bytes.data(), pieces.size(), &attributes,
-      &first_with_them, 1, &failed, stream);
+  const cudaError_t error =
+      cudaMemcpyBatchAsync(to.data(), const_cast<void**>(from.data()), num_bytes.data(),
+                           pieces.size(), &attributes, &first_with_them, 1, &failed, stream);
 #endif
   if (error != cudaSuccess) {
     (void)cudaGetLastError();

@@ -150,8 +150,8 @@ void refuse_while_caller_captures(Location at, std::string_view what) {
     if (!c10::cuda::hasPrimaryContext(index_of(device))) {
       return;
     }
-    residency::refuse_while_capturing(c10::cuda::getCurrentCUDAStream(index_of(device)).stream(), device,
-                           what);
+    residency::refuse_while_capturing(c10::cuda::getCurrentCUDAStream(index_of(device)).stream(),
+                                      device, what);
   };
   refuse_at(current);
   if (at.is_cuda() && at != current) {
@@ -159,8 +159,8 @@ void refuse_while_caller_captures(Location at, std::string_view what) {
   }
 }
 
-/// Where the devices can: copies then need no detour through host memory. PyTorch keeps in mind what
-/// it has enabled.
+/// Where the devices can: copies then need no detour through host memory. PyTorch keeps in mind
+/// what it has enabled.
 void let_reach_each_other(const Peers& peers) noexcept {
   try {
     const RelaxedCapture relaxed;
@@ -565,8 +565,9 @@ FencePtr CudaLayer::record_use(const Stream& stream) {
     done->complete();
     return done;
   }
-  throw CaptureError(fmt::format("no use is recorded: a stream of {} is being captured into a graph",
-                                 to_string(stream.device)));
+  throw CaptureError(
+      fmt::format("no use is recorded: a stream of {} is being captured into a graph",
+                  to_string(stream.device)));
 }
 
 void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {
@@ -576,7 +577,8 @@ void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {
   refuse_in_forked_child();
   const cudaStream_t handle = handle_of(stream);
   const OnDevice current(stream.device);
-  residency::refuse_while_capturing(handle, stream.device, "what is not ready cannot be waited for");
+  residency::refuse_while_capturing(handle, stream.device,
+                                    "what is not ready cannot be waited for");
   const RelaxedCapture relaxed;
   (void)wait_on_stream(handle, fence, stream.device);
 }

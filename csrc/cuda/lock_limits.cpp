@@ -62,8 +62,7 @@ std::optional<std::int64_t> left_of_group(const std::filesystem::path& group) {
   const std::filesystem::path stat = group / "memory.stat";
   const std::int64_t cache = number_after(stat, "active_file ").value_or(0) +
                              number_after(stat, "inactive_file ").value_or(0);
-  return *most - std::max<std::int64_t>(
-                     0, number_in(group / "memory.current").value_or(0) - cache);
+  return *most - std::max<std::int64_t>(0, number_in(group / "memory.current").value_or(0) - cache);
 }
 
 }  // namespace

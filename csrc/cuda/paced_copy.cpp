@@ -229,7 +229,7 @@ void PacedCopy::note_failure() noexcept {
 }
 
 bool PacedCopy::pace(bool at_once) noexcept {
-  constexpr int kMostFailures = 20'000;    // a second or more
+  constexpr int kMostFailures = 20'000;     // a second or more
   constexpr int kMostFailuresAtOnce = 100;  // where there is no more time for it
   const std::lock_guard lock(ahead_.mutex);
   ahead_.queue.splice(ahead_.queue.end(), node_);

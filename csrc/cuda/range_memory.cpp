@@ -394,8 +394,7 @@ std::vector<FencePtr> RangeMemory::last_uses_in_segment(std::uint32_t number) co
   return fences;
 }
 
-std::vector<RangeMemory::Departing> RangeMemory::remove_empty_segments(
-    bool also_pending) noexcept {
+std::vector<RangeMemory::Departing> RangeMemory::remove_empty_segments(bool also_pending) noexcept {
   std::vector<Departing> departing;
   try {
     const std::vector<std::uint32_t> numbers = ranges_.empty_segments();

@@ -116,7 +116,8 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   static void free_context(void* live) noexcept;
   [[nodiscard]] static Live* live_of(const Block& block) noexcept;
   void free(std::unique_ptr<Live> live) noexcept;
-  /// Adds fences behind what others did with it. False while one of their streams is being captured.
+  /// Adds fences behind what others did with it. False while one of their streams is being
+  /// captured.
   [[nodiscard]] bool add_uses_by_others(Live& live, std::vector<FencePtr>& fences) noexcept;
   void set_aside(std::unique_ptr<Live> live) noexcept;
   void free_what_is_set_aside() noexcept;
@@ -145,8 +146,8 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   FreedPieces freed_;                         // disjoint, and disjoint from what is live
   std::size_t look_at_ = 64;                  // so many pieces: time to look which have finished
   std::vector<std::unique_ptr<Live>> spare_;  // of ranges that were freed
-  // Freed on a stream that was being captured: only once that has ended is it known what was done on
-  // it before. Until then the memory is in use.
+  // Freed on a stream that was being captured: only once that has ended is it known what was done
+  // on it before. Until then the memory is in use.
   std::unique_ptr<Live> aside_;
   std::atomic<bool> any_aside_{false};
 };

@@ -21,9 +21,9 @@ inline constexpr std::size_t kMaxDevices = 128;
 [[nodiscard]] bool is_known_lost(Location device) noexcept;
 void note_lost(Location device) noexcept;
 
-/// Throws `DeviceLostError` for a lost device, of which it makes a note, `CaptureError` for what a capture forbids,
-/// `std::bad_alloc` when memory is out, and otherwise `UnavailableError` with the call's name. The
-/// thread's last error is cleared.
+/// Throws `DeviceLostError` for a lost device, of which it makes a note, `CaptureError` for what a
+/// capture forbids, `std::bad_alloc` when memory is out, and otherwise `UnavailableError` with the
+/// call's name. The thread's last error is cleared.
 [[noreturn]] void throw_cuda_error(cudaError_t error, Location device, const char* call);
 
 inline void check_cuda(cudaError_t error, Location device, const char* call) {

@@ -108,8 +108,7 @@ bool is_capturing(cudaStream_t stream, Location device) {
 
 cudaStream_t handle_of(const Stream& stream) {
   try {
-    return c10::cuda::CUDAStream::unpack3(stream.id, index_of(stream.device),
-                                          c10::DeviceType::CUDA)
+    return c10::cuda::CUDAStream::unpack3(stream.id, index_of(stream.device), c10::DeviceType::CUDA)
         .stream();
   } catch (const c10::Error& error) {
     throw std::invalid_argument(fmt::format("{} has no stream {}: {}", to_string(stream.device),

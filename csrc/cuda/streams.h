@@ -60,8 +60,8 @@ void drain(cudaStream_t stream, Location device) noexcept;
 /// That of the calling thread.
 [[nodiscard]] Stream current_stream_of(Location device);
 /// A fence behind what the stream was given; null while it is being captured, where the fence would
-/// become part of the graph. Of a stream that was destroyed nobody can tell: then the host waits for
-/// the device. Throws what `throw_cuda_error` throws.
+/// become part of the graph. Of a stream that was destroyed nobody can tell: then the host waits
+/// for the device. Throws what `throw_cuda_error` throws.
 [[nodiscard]] FencePtr record_stream(const Stream& stream);
 /// Null when nothing was done there yet, and in a child of the process that did it.
 [[nodiscard]] DeviceStreams* find_streams(Location device) noexcept;

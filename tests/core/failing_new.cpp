@@ -26,8 +26,8 @@ Code code_of_core() {
   Code code;
   dl_iterate_phdr(
       [](dl_phdr_info* info, std::size_t, void* found) {
-        for (int i = 0; std::strstr(info->dlpi_name, "libresidency_core") != nullptr &&
-                        i < info->dlpi_phnum;
+        for (int i = 0;
+             std::strstr(info->dlpi_name, "libresidency_core") != nullptr && i < info->dlpi_phnum;
              ++i) {
           const auto& header = info->dlpi_phdr[i];
           if (header.p_type == PT_LOAD && (header.p_flags & PF_X) != 0) {
@@ -50,9 +50,10 @@ void* allocate(std::size_t nbytes, std::size_t alignment, const void* caller) {
       throw std::bad_alloc();
     }
   }
-  void* const made = alignment != 0
-                         ? std::aligned_alloc(alignment, (nbytes + alignment - 1) / alignment * alignment)
-                         : std::malloc(nbytes != 0 ? nbytes : 1);
+  void* const made =
+      alignment != 0
+          ? std::aligned_alloc(alignment, (nbytes + alignment - 1) / alignment * alignment)
+          : std::malloc(nbytes != 0 ? nbytes : 1);
   if (made == nullptr) {
     throw std::bad_alloc();
   }
@@ -92,11 +93,27 @@ void* operator new(std::size_t nbytes, std::align_val_t alignment) {
 void* operator new[](std::size_t nbytes, std::align_val_t alignment) {
   return allocate(nbytes, static_cast<std::size_t>(alignment), __builtin_return_address(0));
 }
-void operator delete(void* made) noexcept { std::free(made); }
-void operator delete[](void* made) noexcept { std::free(made); }
-void operator delete(void* made, std::size_t) noexcept { std::free(made); }
-void operator delete[](void* made, std::size_t) noexcept { std::free(made); }
-void operator delete(void* made, std::align_val_t) noexcept { std::free(made); }
-void operator delete[](void* made, std::align_val_t) noexcept { std::free(made); }
-void operator delete(void* made, std::size_t, std::align_val_t) noexcept { std::free(made); }
-void operator delete[](void* made, std::size_t, std::align_val_t) noexcept { std::free(made); }
+void operator delete(void* made) noexcept {
+  std::free(made);
+}
+void operator delete[](void* made) noexcept {
+  std::free(made);
+}
+void operator delete(void* made, std::size_t) noexcept {
+  std::free(made);
+}
+void operator delete[](void* made, std::size_t) noexcept {
+  std::free(made);
+}
+void operator delete(void* made, std::align_val_t) noexcept {
+  std::free(made);
+}
+void operator delete[](void* made, std::align_val_t) noexcept {
+  std::free(made);
+}
+void operator delete(void* made, std::size_t, std::align_val_t) noexcept {
+  std::free(made);
+}
+void operator delete[](void* made, std::size_t, std::align_val_t) noexcept {
+  std::free(made);
+}

@@ -792,9 +792,9 @@ TEST_F(DeviceTier, MemoryFreedDuringACaptureIsUsedAgainOnlyBehindItsUses) {
   const void* address = (*owned)["x"].const_data_ptr();
   {
     const Gate gate(stream);
-    ASSERT_EQ(cudaMemcpyAsync(read.mutable_data_ptr(), address, kMiB, cudaMemcpyDeviceToDevice,
-                              stream),
-              cudaSuccess);
+    ASSERT_EQ(
+        cudaMemcpyAsync(read.mutable_data_ptr(), address, kMiB, cudaMemcpyDeviceToDevice, stream),
+        cudaSuccess);
     cudaGraph_t graph = nullptr;
     {
       const c10::cuda::CUDAStreamGuard guard(stream);

@@ -72,7 +72,8 @@ TEST_F(ManagerAtExit, StaticWithCopiesInFlight) {
         const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
         EXPECT_EQ(simcuda_hold(consumer.stream()), 0) << simcuda_message();
         const at::Tensor into = on_device(1000);
-        Lease lease = manager->acquire(one(used), kDevice, {.stream = Stream{kDevice, consumer.id()}});
+        Lease lease =
+            manager->acquire(one(used), kDevice, {.stream = Stream{kDevice, consumer.id()}});
         EXPECT_EQ(cudaMemcpyAsync(into.mutable_data_ptr(), tensors(lease, used)[0].const_data_ptr(),
                                   1000, cudaMemcpyDefault, consumer),
                   cudaSuccess);
@@ -102,7 +103,8 @@ TEST_F(ManagerAtExit, LocalMadeAfterTheFirstUseOfADevice) {
   });
 }
 
-// What waits for a copy on another thread is not left waiting, and files do not outlive the manager.
+// What waits for a copy on another thread is not left waiting, and files do not outlive the
+// manager.
 TEST_F(ManagerAtExit, StaticWithFilesAndAThreadThatWaits) {
   const TemporaryDirectory directory;
   ::setenv("RESIDENCY_EXIT_TEST", directory.path().c_str(), 0);  // the child's is its parent's

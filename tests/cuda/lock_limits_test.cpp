@@ -25,8 +25,8 @@ class LockLimits : public ::testing::Test {
           "Limit                     Soft Limit           Hard Limit           Units\n"
           "Max locked memory         " +
               most + "              unlimited            bytes");
-    write("proc/self/status", "Name:\ttest\nVmLck:\t       8 kB\nVmPin:\t       4 kB\nCapEff:\t" +
-                                  capabilities);
+    write("proc/self/status",
+          "Name:\ttest\nVmLck:\t       8 kB\nVmPin:\t       4 kB\nCapEff:\t" + capabilities);
   }
   void has_group(const std::string& group, const std::string& most, const std::string& current,
                  std::int64_t cache = 0) const {

@@ -125,8 +125,8 @@ struct CopyResult {
   TransferPath path = TransferPath::kDirect;
   /// The call waited for the copy although its path is an asynchronous one.
   bool blocked = false;
-  /// The copy is not given to the device yet: until `ready`, a fence on a stream, is certain, it can
-  /// fail as those can on the paths that can fail later.
+  /// The copy is not given to the device yet: until `ready`, a fence on a stream, is certain, it
+  /// can fail as those can on the paths that can fail later.
   bool put_off = false;
 };
 

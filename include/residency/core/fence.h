@@ -41,9 +41,7 @@ class RESIDENCY_API Fence {
   [[nodiscard]] virtual bool has_failed() const noexcept { return poll() == FenceStatus::kFailed; }
   /// Whether the work can fail no more unless its device is lost, or has ended. What is put off, to
   /// be given to a device later, is not certain until then. As `poll` never blocks.
-  [[nodiscard]] virtual bool is_certain() const noexcept {
-    return poll() != FenceStatus::kPending;
-  }
+  [[nodiscard]] virtual bool is_certain() const noexcept { return poll() != FenceStatus::kPending; }
   /// Makes it so. Blocks the host until the work has ended only where nothing less will do.
   virtual void make_certain() { wait(); }
   /// Blocks the host until the fence is no longer pending. Does not throw on failure.
