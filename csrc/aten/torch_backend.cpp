@@ -216,6 +216,7 @@ struct TorchBackend::State {
   const std::uint64_t generation = device_generation();
   bool opened = false;
   bool closed = false;
+  bool waited = false;  // as it closed, for all that was under way
   // Fixed between open and close.
   std::vector<std::shared_ptr<FileTier>> disks;
   std::shared_ptr<TransferGroup> transfers = std::make_shared<TransferGroup>();
@@ -514,7 +515,7 @@ TorchBackend::~TorchBackend() {
   close(/*wait=*/false);
   if (state_->is_orphan()) {
     (void)state_.release();  // another thread may have been in the middle of changing it
-  } else if (!state_->has_ended()) {
+  } else if (!state_->waited && !state_->has_ended()) {
     State::leave_behind(std::move(state_));  // unlocking pages waits for the device
   }
 }
@@ -524,7 +525,7 @@ void TorchBackend::State::leave_behind(std::unique_ptr<State> state) noexcept {
   try {
     // The thread lives as long as the work, which holds it.
     const std::shared_ptr<TransferWorker> worker =
-        TransferWorker::shared(TransferWorker::Kind::kPace);
+        TransferWorker::shared(TransferWorker::Kind::kLeftBehind);
     worker->submit([left, worker](FileIo&) { return left->end(); });
   } catch (...) {
     keep_for_ever(left);  // no thread for it: what is in use must not be freed
@@ -582,6 +583,7 @@ void TorchBackend::close(bool wait) noexcept {
     if (state_->options.devices != nullptr) {
       (void)state_->devices().trim();
     }
+    state_->waited = true;
   }
 }
 

@@ -64,7 +64,7 @@ struct TransferWorker::State {
 
   void run(Kind kind) {
     constexpr std::array kNames = {"residency-disk", "residency-stage", "residency-ahead",
-                                   "residency-pace"};
+                                   "residency-pace", "residency-left"};
     pthread_setname_np(pthread_self(), kNames.at(static_cast<std::size_t>(kind)));
     constexpr auto kPatience = std::chrono::microseconds(50);
     FileIo io;

@@ -33,17 +33,18 @@ class TransferGroup {
 };
 
 /// A thread of the process: one for files, one for copies staged through page-locked memory, one
-/// for both of them ahead of need, and one that enqueues the other copies ahead of need. It carries
-/// out work in the order in which it was submitted, whoever submitted it; what cannot go on lets
-/// the others pass. Started by the first `submit` while somebody holds it; the thread ends with the
-/// last holder, or the process. Thread-safe.
+/// for both of them ahead of need, one that enqueues the other copies ahead of need, and one for
+/// what managers leave behind that were destroyed without being closed. It carries out work in the
+/// order in which it was submitted, whoever submitted it; what cannot go on lets the others pass.
+/// Started by the first `submit` while somebody holds it; the thread ends with the last holder, or
+/// the process. Thread-safe.
 class TransferWorker {
  public:
   /// False: to be called again, after the others.
   using Work = std::function<bool(FileIo&)>;
 
-  enum class Kind : std::uint8_t { kDisk, kStaging, kAhead, kPace };
-  static constexpr std::size_t kNumKinds = 4;
+  enum class Kind : std::uint8_t { kDisk, kStaging, kAhead, kPace, kLeftBehind };
+  static constexpr std::size_t kNumKinds = 5;
   [[nodiscard]] static std::shared_ptr<TransferWorker> shared(Kind kind);
 
   explicit TransferWorker(Kind kind);

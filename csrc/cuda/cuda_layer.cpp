@@ -144,6 +144,9 @@ std::shared_ptr<EventFence> Enqueuing::enqueue_on(cudaStream_t stream) {
 /// device and at `at` are those that a capture would be of. Where there is no context yet there is
 /// no capture, and none is to be made by asking.
 void refuse_while_caller_captures(Location at, std::string_view what) {
+  if (c10::cuda::device_count() == 0) {
+    return;
+  }
   const Location current = with_typed_errors(
       at, "cudaGetDevice", [] { return Location::cuda(c10::cuda::current_device()); });
   const auto refuse_at = [&](Location device) {

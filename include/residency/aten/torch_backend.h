@@ -32,7 +32,8 @@ struct TorchBackendOptions {
 ///
 /// Thread-safe as `Backend` asks. Copies between devices, and between a device and page-locked
 /// memory, are enqueued on streams. All others are carried out by threads of the process, one for
-/// files, one for the rest, one for what is ahead of need, each in the order of the calls;
+/// files, one for the rest, one for what is ahead of need, each in the order of the calls (one more
+/// enqueues copies ahead of need, and one ends what managers leave that nobody closed);
 /// everything that can be known to fail beforehand (no space, no such file, a file that is
 /// truncated or foreign) fails in `copy`, the rest through the fence. A value on disk cannot be
 /// leased: `begin_access` is an `UnavailableError`. In a forked child files and devices are a
