@@ -106,6 +106,7 @@ struct Terms {
   bool may_wait;  ///< on the host, for what comes before it
   const std::atomic<bool>& needed_now;
   const std::atomic<bool>& abandon;
+  std::optional<std::int64_t>& device_ns;  ///< set where a device did it
 
   /// Whether all that comes before it is over. Throws why that failed.
   [[nodiscard]] bool is_turn(const std::vector<FencePtr>& after) const {
@@ -185,13 +186,14 @@ class StagedCopy {
     const DeviceLayer::HostEnd end{
         [&](const std::vector<iovec>& buffers) { host_->transfer(buffers, terms); },
         host_->is_slow};
-    for (Bytes before = done_;; before = done_) {
-      if (devices_->copy_staged(device, to_device, end, stream_, done_,
+    for (Bytes before = progress_.done;; before = progress_.done) {
+      if (devices_->copy_staged(device, to_device, end, stream_, progress_,
                                 {.needed_now = terms.needed_now, .abandon = terms.abandon})) {
         host_->finish();
+        terms.device_ns = progress_.device_ns;
         return true;
       }
-      if (done_ == before) {
+      if (progress_.done == before) {
         return false;
       }
     }
@@ -199,7 +201,7 @@ class StagedCopy {
 
   std::shared_ptr<DeviceLayer> devices_;
   std::optional<Stream> stream_;
-  Bytes done_;
+  DeviceLayer::Progress progress_;
   std::optional<HostEnd> host_;  // once it has begun
 };
 
@@ -336,7 +338,8 @@ struct TorchBackend::State::Job {
   const std::shared_ptr<WorkerFence> fence = std::make_shared<WorkerFence>();
   std::atomic<bool> needed_now{false};
   std::mutex mutex;
-  std::chrono::nanoseconds elapsed{};
+  std::chrono::nanoseconds elapsed{};       // of the worker
+  std::optional<std::int64_t> device_ns{};  // of the device, where one did it
 
   static TransferWorker::Work to_the_end(std::shared_ptr<Job> job) {
     return [job = std::move(job)](FileIo& io) {
@@ -353,7 +356,7 @@ struct TorchBackend::State::Job {
     const auto begin = std::chrono::steady_clock::now();
     std::exception_ptr error;
     try {
-      if (!transfer({io, may_wait, needed_now, group->abandoned()})) {
+      if (!transfer({io, may_wait, needed_now, group->abandoned(), device_ns})) {
         elapsed += std::chrono::steady_clock::now() - begin;
         return false;
       }
@@ -369,7 +372,7 @@ struct TorchBackend::State::Job {
     if (error != nullptr) {
       fence->fail(error);
     } else {
-      fence->complete(elapsed.count());
+      fence->complete(device_ns.value_or(elapsed.count()));
     }
     retirement->free_completed();
     group->end();

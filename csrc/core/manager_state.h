@@ -344,7 +344,6 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
                                                     FencePtr ready);
   [[nodiscard]] Handle add_adopted(MaterializationPtr& materialization, const ValueSpec& spec,
                                    ValueType type);
-  Materialization* attach(ValueRecord& record, MaterializationPtr materialization);
   Materialization* link(ValueRecord& record, MaterializationPtr materialization) noexcept;
   [[nodiscard]] static Leave leave_of(const Materialization& materialization, bool escapes);
   [[nodiscard]] MaterializationPtr detach(ValueRecord& record, Location location,

@@ -5,13 +5,7 @@
 
 namespace residency {
 
-/// Returns where it stands until it is detached.
-Materialization* ManagerState::attach(ValueRecord& record, MaterializationPtr materialization) {
-  register_ranges(materialization->block->address_ranges());
-  return link(record, std::move(materialization));
-}
-
-/// The same for one whose ranges are registered.
+/// Returns where it stands until it is detached. Its ranges are registered.
 Materialization* ManagerState::link(ValueRecord& record,
                                     MaterializationPtr materialization) noexcept {
   if (Materialization& slot = record.slot_for_first; !slot.in_slot) {  // there is room by now
@@ -39,7 +33,8 @@ ManagerState::Leave ManagerState::leave_of(const Materialization& materializatio
     leave.escaped.emplace_back().ranges = leave.ranges;
   }
   if (const auto& fences = materialization.fences; fences) {
-    const std::size_t most = 1 + fences->last_uses.size() + fences->readers.size();
+    // What is there, the arrival, and the copy that is about to read it.
+    const std::size_t most = 2 + fences->last_uses.size() + fences->readers.size();
     leave.after.reserve(most);
     leave.retiring.emplace_back().until.reserve(most);
   }

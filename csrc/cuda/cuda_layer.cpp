@@ -327,7 +327,7 @@ class CudaLayer final : public DeviceLayer, public std::enable_shared_from_this<
                                             std::vector<CopyResult>& results) override;
   [[nodiscard]] bool pace(Fence& copy, bool at_once) noexcept override;
   [[nodiscard]] bool copy_staged(const TensorBlock& on_device, bool to_device, const HostEnd& host,
-                                 const std::optional<Stream>& stream, Bytes& done,
+                                 const std::optional<Stream>& stream, Progress& progress,
                                  const Signals& signals) override;
   [[nodiscard]] Stream current_stream(Location device) const override;
   [[nodiscard]] FencePtr record_use(const Stream& stream) override;
@@ -527,9 +527,11 @@ bool CudaLayer::pace(Fence& copy, bool at_once) noexcept {
 }
 
 bool CudaLayer::copy_staged(const TensorBlock& on_device, bool to_device, const HostEnd& host,
-                            const std::optional<Stream>& stream, Bytes& done,
+                            const std::optional<Stream>& stream, Progress& progress,
                             const Signals& signals) {
   const Location device = on_device.location();
+  const NvtxRange range(to_device ? "residency::staged copy to device"
+                                  : "residency::staged copy from device");
   const OnDevice current(device);
   const DeviceStreams& streams = streams_of(device);
   Staging::Direction direction;
@@ -544,12 +546,18 @@ bool CudaLayer::copy_staged(const TensorBlock& on_device, bool to_device, const 
   const std::vector<iovec> runs = on_device.storages();
   const bool in_chunks = direction.gives_way || host.is_slow;
   const std::vector<iovec> chunk =
-      next_of(runs, done, in_chunks ? kStagedChunkBytes : total_of(runs));
-  if (!staging_of(device)->copy(chunk, host.transfer, direction, signals.abandon)) {
+      next_of(runs, progress.done, in_chunks ? kStagedChunkBytes : total_of(runs));
+  std::optional<std::int64_t> device_ns;
+  if (!staging_of(device)->copy(chunk, host.transfer, direction, signals.abandon, device_ns)) {
     return false;
   }
-  done += total_of(chunk);
-  return done == total_of(runs);
+  if (progress.device_ns.has_value() && device_ns.has_value()) {
+    *progress.device_ns += *device_ns;
+  } else {
+    progress.device_ns.reset();
+  }
+  progress.done += total_of(chunk);
+  return progress.done == total_of(runs);
 }
 
 Stream CudaLayer::current_stream(Location device) const {

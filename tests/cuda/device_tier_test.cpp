@@ -1032,6 +1032,52 @@ TEST_F(DeviceTier, RehomingForWhichThereIsNoMemoryBooksNothing) {
   manager_->audit();
 }
 
+// As the device has it, and not as the thread that fills the buffers.
+TEST_F(DeviceTier, TimeOfAStagedCopyIsTheDevices) {
+  if (!simulated()) {
+    GTEST_SKIP() << "only the simulated runtime's copies take a known time";
+  }
+  const std::string before = simcuda_get("h2d");
+  ASSERT_EQ(simcuda_set("h2d", "1GB/s"), 0) << simcuda_message();
+  const Handle handle = value(40 * kMiB, 1);
+  const ActionReport report = manager_->ensure(handle, kDevice);
+  report.wait();
+  ASSERT_EQ(simcuda_set("h2d", before.c_str()), 0);
+  EXPECT_EQ(report.record().path, TransferPath::kStaged);
+  const auto elapsed_ns = static_cast<double>(report.record().device_elapsed_ns.value_or(0));
+  EXPECT_GE(elapsed_ns, 40.0 * kMiB);  // 1 ns a byte
+  EXPECT_LE(elapsed_ns, 1.1 * 40.0 * kMiB);
+}
+
+// Fields adopted from outside lie apart on the device, and share buffers and copies all the same.
+TEST_F(DeviceTier, SmallFieldsOfOnesOwnAreStagedTogether) {
+  constexpr int kNumFields = 1000;
+  TensorResident::Fields fields;
+  for (int i = 0; i < kNumFields; ++i) {
+    const at::Tensor tensor = on_device(4000 + i % 7);
+    ASSERT_EQ(cudaMemset(tensor.mutable_data_ptr(), i % 128, tensor.nbytes()), cudaSuccess);
+    fields.emplace_back("x" + std::to_string(i), tensor);
+  }
+  const Handle handle =
+      adopt(*manager_, TensorResident(std::move(fields)), {.mode = ReplicaMode::kReplicable});
+  const std::uint64_t before = simulated() ? simcuda_calls("cudaMemcpyBatchAsync") : 0;
+  const std::uint64_t single = simulated() ? simcuda_calls("cudaMemcpyAsync") : 0;
+  manager_->ensure(handle, kHost).wait();
+  if (simulated()) {
+    EXPECT_LE(simcuda_calls("cudaMemcpyBatchAsync") - before, 2U);
+    EXPECT_EQ(simcuda_calls("cudaMemcpyAsync") - single, 0U);
+  }
+  Lease lease = manager_->acquire(one(handle), kHost);
+  const TensorResident& found = tensors(lease, handle);
+  for (int i = 0; i < kNumFields; ++i) {
+    const at::Tensor& tensor = found[static_cast<std::size_t>(i)];
+    const auto* bytes = static_cast<const char*>(tensor.const_data_ptr());
+    ASSERT_EQ(bytes[0], static_cast<char>(i % 128));
+    ASSERT_EQ(bytes[tensor.nbytes() - 1], static_cast<char>(i % 128));
+  }
+  lease.release();
+}
+
 TEST_F(DeviceTier, BuffersOfStagedCopiesAreExplainedAndLocked) {
   const Handle handle = value(kMiB, 3);
   const std::vector<ResidencyAction> actions = {EnsureResident{handle, kDevice}};

@@ -455,10 +455,10 @@ TEST_F(Prefetch, OfPageableMemoryGoesOnToTheEndOnceItIsNeeded) {
   const DeviceLayer::HostEnd from_source = host_end(*source);
   const auto target = block(4 * kChunk, kDevice);
   const std::atomic<bool> abandon{false};
-  Bytes done;
+  DeviceLayer::Progress done;
   EXPECT_FALSE(layer_->copy_staged(*target, true, from_source, std::nullopt, done,
                                    {.needed_now = false, .abandon = abandon}));
-  EXPECT_EQ(done, Bytes(kChunk));
+  EXPECT_EQ(done.done, Bytes(kChunk));
   EXPECT_TRUE(layer_->copy_staged(*target, true, from_source, std::nullopt, done,
                                   {.needed_now = true, .abandon = abandon}));
 }
@@ -475,17 +475,17 @@ TEST_F(Prefetch, OfPageableMemoryGivesWayAndEndsWhenItIsAbandoned) {
   std::thread needed([&] {
     const auto first = block(4096, kHost);
     const auto there = block(4096, kDevice);
-    Bytes done;
+    DeviceLayer::Progress done;
     EXPECT_TRUE(layer_->copy_staged(*there, true, host_end(*first), named(stream), done,
                                     {.needed_now = true, .abandon = abandon}));
   });
   while (counters().copies[SIMCUDA_H2D] == 0) {
     std::this_thread::yield();
   }
-  Bytes done;
+  DeviceLayer::Progress done;
   EXPECT_FALSE(layer_->copy_staged(*target, true, from_source, std::nullopt, done,
                                    {.needed_now = false, .abandon = abandon}));
-  EXPECT_EQ(done, Bytes());
+  EXPECT_EQ(done.done, Bytes());
   const std::atomic<bool> abandoned{true};
   EXPECT_THROW((void)layer_->copy_staged(*target, true, from_source, std::nullopt, done,
                                          {.needed_now = false, .abandon = abandoned}),

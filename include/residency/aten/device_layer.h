@@ -108,6 +108,13 @@ class RESIDENCY_API DeviceLayer {
     std::function<void(const std::vector<iovec>&)> transfer;
     bool is_slow = false;  ///< the buffers are left to others now and then
   };
+  /// How far a staged copy is.
+  struct Progress {
+    Bytes done;
+    /// From the first copy to the last on the device, with what it waited for the host in between;
+    /// none where a device could not say.
+    std::optional<std::int64_t> device_ns = 0;
+  };
   /// Copies to a device, or from it, in chunks through page-locked buffers. Waits on the host until
   /// it has arrived: for a worker. Goes on after the bytes that are `done`, to the end when it is
   /// needed now and the host's end is not slow; otherwise for 16 MiB at most, and not at all while
@@ -115,7 +122,7 @@ class RESIDENCY_API DeviceLayer {
   /// of it in flight, also what `transfer` throws.
   [[nodiscard]] virtual bool copy_staged(const TensorBlock& on_device, bool to_device,
                                          const HostEnd& host, const std::optional<Stream>& stream,
-                                         Bytes& done, const Signals& signals) = 0;
+                                         Progress& progress, const Signals& signals) = 0;
 
   [[nodiscard]] virtual Stream current_stream(Location device) const = 0;
   /// A fence behind the stream's work so far; done where the device is lost and does none. Throws
