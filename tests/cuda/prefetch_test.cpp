@@ -733,7 +733,9 @@ TEST_F(Prefetch, OfPageableMemoryLetsOthersPass) {
   // Not before the call: the other goes on as long as nobody has asked.
   const std::uint64_t before = counters().copied_bytes[SIMCUDA_H2D];
   demanded.wait();
-  EXPECT_LE(counters().copied_bytes[SIMCUDA_H2D] - before, 3U * kChunk);
+  // Two chunks, its own among them, and what the scheduler lets the other do before the thread that
+  // carries this one out has asked for the buffers. Without giving way it would be all.
+  EXPECT_LT(counters().copied_bytes[SIMCUDA_H2D] - before, 10U * kChunk);
   report.wait();
   EXPECT_EQ(byte_of(large, kDevice), 1);
   EXPECT_EQ(byte_of(needed, kDevice), 2);
