@@ -59,6 +59,7 @@ struct TransferWorker::State {
   std::list<Work> queue;
   bool stopping = false;
   bool is_at_work = false;
+  bool has_left = false;
   std::thread thread;
   const std::uint64_t generation = device_generation();
 
@@ -86,6 +87,7 @@ struct TransferWorker::State {
         const auto is_exiting = [this] { return generation != device_generation(); };
         changed.wait(lock, [&] { return stopping || !queue.empty() || is_exiting(); });
         if (queue.empty() || is_exiting()) {
+          has_left = true;
           left.notify_all();
           return;
         }
@@ -150,7 +152,14 @@ void TransferWorker::end_all() noexcept {
   for (const auto& state : states) {
     std::unique_lock lock(state->mutex);
     state->changed.notify_all();
-    state->left.wait_for(lock, kMost, [&] { return !state->is_at_work; });
+    std::thread thread;
+    if (!state->thread.joinable()) {  // not begun, or let go of
+      state->left.wait_for(lock, kMost, [&] { return !state->is_at_work; });
+    } else if (state->left.wait_for(lock, kMost, [&] { return state->has_left; })) {
+      thread = std::move(state->thread);
+      lock.unlock();
+      thread.join();
+    }
   }
 }
 

@@ -1,5 +1,9 @@
 #include "residency/core/fence.h"
 
+#include <chrono>
+#include <thread>
+
+#include "fork.h"
 #include "residency/core/backend.h"
 
 namespace residency {
@@ -62,7 +66,16 @@ std::shared_ptr<Block> Fence::take_retained() {
   if (status_.load(std::memory_order_acquire) == FenceStatus::kDone) {
     return nullptr;
   }
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_, std::defer_lock);
+  if (fork_generation() == 0) {
+    lock.lock();
+  } else {
+    // Whoever held it at the fork did not come along.
+    constexpr int kMostTries = 100;
+    for (int i = 0; i < kMostTries && !lock.try_lock(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
   return std::move(retained_);
 }
 

@@ -530,10 +530,10 @@ bool CudaLayer::copy_staged(const TensorBlock& on_device, bool to_device, const 
                             const std::optional<Stream>& stream, Progress& progress,
                             const Signals& signals) {
   const Location device = on_device.location();
-  const NvtxRange range(to_device ? "residency::staged copy to device"
-                                  : "residency::staged copy from device");
   const OnDevice current(device);
   const DeviceStreams& streams = streams_of(device);
+  const NvtxRange range(to_device ? "residency::staged copy to device"
+                                  : "residency::staged copy from device");
   Staging::Direction direction;
   direction.device = device;
   direction.to_device = to_device;

@@ -13,6 +13,7 @@
 
 #include "csrc/aten/transfer_worker.h"
 #include "csrc/core/fork.h"
+#include "csrc/cuda/nvtx_range.h"
 #include "csrc/cuda/on_device.h"
 #include "csrc/cuda/runtime.h"
 #include "residency/core/errors.h"
@@ -157,6 +158,7 @@ DeviceStreams& streams_of(Location device) {
   }
   const RelaxedCapture relaxed;
   const OnDevice current(device);
+  { const NvtxRange first("residency::set up"); }  // which has NVTX set itself up, on one thread
   auto made = std::make_unique<DeviceStreams>();
   made->events = std::make_shared<EventPool>(device);
   // What a failure leaves is a stream or two, and the device is then hardly of use.

@@ -730,7 +730,8 @@ TEST_F(DeviceTier, CaptureStaysValidAndUsesWhatIsThere) {
   const c10::cuda::CUDAStream other = c10::cuda::getStreamFromPool();
   manager_->ensure(in_flight, kDevice).wait();
   Gate gate(other);
-  enqueue_read(in_flight, other, read);  // what comes behind it is in flight until the gate opens
+  enqueue_read(in_flight, other,
+               on_device(kMiB));  // what comes behind it is in flight until the gate opens
   manager_->acquire(one(in_flight), kDevice, {.access = Access::kWrite, .stream = named(other)})
       .release();
   manager_->drop(in_flight, kHost);
