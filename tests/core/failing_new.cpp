@@ -1,4 +1,5 @@
-// Replaces the process's operator new.
+// Replaces the process's operator new and delete in all their forms: a form left out would be the
+// sanitizer's, and its memory may not come to our operator delete.
 
 #include "failing_new.h"
 
@@ -41,19 +42,22 @@ Code code_of_core() {
   return code;
 }
 
-void* allocate(std::size_t nbytes, std::size_t alignment, const void* caller) {
+void* allocate_or_null(std::size_t nbytes, std::size_t alignment, const void* caller) noexcept {
   if (t_left != 0) {
     static const Code core = code_of_core();
     const auto address = reinterpret_cast<std::uintptr_t>(caller);
     if (address >= core.begin && address < core.end && --t_left == 0) {
       t_has_failed = true;
-      throw std::bad_alloc();
+      return nullptr;
     }
   }
-  void* const made =
-      alignment != 0
-          ? std::aligned_alloc(alignment, (nbytes + alignment - 1) / alignment * alignment)
-          : std::malloc(nbytes != 0 ? nbytes : 1);
+  return alignment != 0
+             ? std::aligned_alloc(alignment, (nbytes + alignment - 1) / alignment * alignment)
+             : std::malloc(nbytes != 0 ? nbytes : 1);
+}
+
+void* allocate(std::size_t nbytes, std::size_t alignment, const void* caller) {
+  void* const made = allocate_or_null(nbytes, alignment, caller);
   if (made == nullptr) {
     throw std::bad_alloc();
   }
@@ -80,6 +84,7 @@ AllocationsPass::~AllocationsPass() {
 }  // namespace residency::test
 
 using residency::test::allocate;
+using residency::test::allocate_or_null;
 
 void* operator new(std::size_t nbytes) {
   return allocate(nbytes, 0, __builtin_return_address(0));
@@ -92,6 +97,20 @@ void* operator new(std::size_t nbytes, std::align_val_t alignment) {
 }
 void* operator new[](std::size_t nbytes, std::align_val_t alignment) {
   return allocate(nbytes, static_cast<std::size_t>(alignment), __builtin_return_address(0));
+}
+void* operator new(std::size_t nbytes, const std::nothrow_t& /*tag*/) noexcept {
+  return allocate_or_null(nbytes, 0, __builtin_return_address(0));
+}
+void* operator new[](std::size_t nbytes, const std::nothrow_t& /*tag*/) noexcept {
+  return allocate_or_null(nbytes, 0, __builtin_return_address(0));
+}
+void* operator new(std::size_t nbytes, std::align_val_t alignment,
+                   const std::nothrow_t& /*tag*/) noexcept {
+  return allocate_or_null(nbytes, static_cast<std::size_t>(alignment), __builtin_return_address(0));
+}
+void* operator new[](std::size_t nbytes, std::align_val_t alignment,
+                     const std::nothrow_t& /*tag*/) noexcept {
+  return allocate_or_null(nbytes, static_cast<std::size_t>(alignment), __builtin_return_address(0));
 }
 void operator delete(void* made) noexcept {
   std::free(made);
