@@ -7,10 +7,12 @@
 #include <cstdlib>
 #include <exception>
 #include <functional>
+#include <list>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string_view>
+#include <thread>
 #include <typeinfo>
 #include <utility>
 
@@ -92,13 +94,11 @@ bool goes_on_stream(Location from, Location to) noexcept {
   return is_device_tier(from) && is_device_tier(to) && (from.is_cuda() || to.is_cuda());
 }
 
-// To the last before it throws: memory that others still use must not be let go of.
-void wait_for_all(const std::vector<FencePtr>& fences) {
-  wait_all(fences);
-  for (const FencePtr& fence : fences) {
-    wait_for(fence);
-  }
-}
+/// What a transfer comes behind.
+struct Before {
+  FencePtr source;              ///< should that have failed, so does the transfer
+  std::vector<FencePtr> users;  ///< of the memory that it goes to, however they end
+};
 
 /// What a worker may do for a transfer.
 struct Terms {
@@ -109,11 +109,12 @@ struct Terms {
   std::optional<std::int64_t>& device_ns;  ///< set where a device did it
 
   /// Whether all that comes before it is over. Throws why that failed.
-  [[nodiscard]] bool is_turn(const std::vector<FencePtr>& after) const {
-    if (!may_wait && std::any_of(after.begin(), after.end(), is_pending)) {
+  [[nodiscard]] bool is_turn(const Before& before) const {
+    if (!may_wait && (is_pending(before.source) || any_pending(before.users))) {
       return false;
     }
-    wait_for_all(after);
+    wait_all(before.users);
+    wait_for(before.source);
     return true;
   }
 };
@@ -230,7 +231,7 @@ struct TorchBackend::State {
   // Shared with the workers, which look for what has completed after each transfer.
   struct Retirement {
     std::mutex mutex;
-    std::vector<Retiring> blocks;
+    std::list<Retiring> blocks;
     // Lets the many calls with nothing retiring pass without the mutex.
     std::atomic<bool> any{false};
     const std::uint64_t generation = device_generation();
@@ -248,17 +249,17 @@ struct TorchBackend::State {
       if (!any.load(std::memory_order_acquire) || generation != device_generation()) {
         return;
       }
-      std::vector<Retiring> dead;
+      std::list<Retiring> dead;
       const std::lock_guard lock(mutex);
-      const auto first_dead =
-          std::partition(blocks.begin(), blocks.end(), [](const Retiring& entry) {
-            return std::any_of(entry.after.begin(), entry.after.end(), is_pending);
-          });
-      dead.assign(std::make_move_iterator(first_dead), std::make_move_iterator(blocks.end()));
-      blocks.erase(first_dead, blocks.end());
+      for (auto next = blocks.begin(); next != blocks.end();) {
+        const auto each = next++;
+        if (!any_pending(each->after)) {
+          dead.splice(dead.end(), blocks, each);
+        }
+      }
       any.store(!blocks.empty(), std::memory_order_release);
     }
-    std::vector<Retiring> take_all() {
+    std::list<Retiring> take_all() {
       const std::lock_guard lock(mutex);
       return std::exchange(blocks, {});
     }
@@ -471,7 +472,8 @@ void TorchBackend::State::hold_staging(const CopyRequest& request) {
   if (!device.is_cuda()) {
     return;
   }
-  devices().refuse_while_capturing(device, "nothing is moved through page-locked buffers");
+  devices().refuse_while_capturing(device, request.stream,
+                                   "nothing is moved through page-locked buffers");
   const std::lock_guard lock(staging_mutex);
   if (std::shared_ptr<void>& held = staging[device]; held == nullptr) {
     held = devices().hold_staging(device);
@@ -486,6 +488,7 @@ void TorchBackend::State::pace(const FencePtr& copy) noexcept {
   } catch (...) {
     // No thread for it: at once then, as those behind it wait until it is over.
     while (!options.devices->pace(*copy, /*at_once=*/true)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
 }
@@ -502,7 +505,7 @@ std::shared_ptr<TensorBlock> TorchBackend::State::clone(const TensorBlock& block
     return as<TensorBlock>(copied.block);
   }
   DeviceLayer::Room room = devices().allocate(block.tensor_layout(), block.location());
-  wait_for_all(room.after);
+  wait_all(room.after);
   block.copy_on_host(*room.block);
   return std::move(room.block);
 }
@@ -700,7 +703,7 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
 
   if (goes_on_stream(request.from, request.to) && from_memory != nullptr) {
     result = state_->copy_on_stream(request, *from_memory);
-    if (request.ahead_of_need && is_pending(result.ready)) {
+    if (result.put_off) {
       state_->pace(result.ready);
     }
     return result;
@@ -722,8 +725,7 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
   }
   const auto& layout =
       from_memory != nullptr ? from_memory->tensor_layout() : from_file->tensor_layout();
-  std::vector<FencePtr> after = request.overwrite_after;
-  after.push_back(request.source_ready);
+  Before before{request.source_ready, request.overwrite_after};
   state_->hold_staging(request);
   const bool touches_file = to_disk != nullptr || from_file != nullptr;
   const auto kind = touches_file ? TransferWorker::Kind::kDisk : TransferWorker::Kind::kStaging;
@@ -740,10 +742,10 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
       throw_foreign_block();
     }
     file->tier()->make_file_again(*file);
-    result.ready = start([from_memory, from_file, file, after = std::move(after),
+    result.ready = start([from_memory, from_file, file, before = std::move(before),
                           staged = StagedCopy(state_->options.devices, request.stream),
                           from = request.from, to = request.to](const Terms& terms) mutable {
-      if (!terms.is_turn(after)) {
+      if (!terms.is_turn(before)) {
         return false;
       }
       const ProfilerRange range(from, to);
@@ -761,11 +763,11 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
   }
 
   DeviceLayer::Room room = state_->room_for(request, layout);
-  after.insert(after.end(), room.after.begin(), room.after.end());
-  result.ready = start([from_memory, from_file, target = room.block, after = std::move(after),
+  before.users.insert(before.users.end(), room.after.begin(), room.after.end());
+  result.ready = start([from_memory, from_file, target = room.block, before = std::move(before),
                         staged = StagedCopy(state_->options.devices, request.stream),
                         from = request.from, to = request.to](const Terms& terms) mutable {
-    if (!terms.is_turn(after)) {
+    if (!terms.is_turn(before)) {
       return false;
     }
     const ProfilerRange range(from, to);
@@ -863,7 +865,7 @@ void TorchBackend::release(BlockPtr block, std::vector<FencePtr> after) noexcept
                                   {.last_uses = after, .used_by_others = tensors->is_shared()})) {
       return;
     }
-    if (std::any_of(after.begin(), after.end(), is_pending)) {
+    if (any_pending(after)) {
       state_->retirement->add(block, after);
       // The last fence may have completed between the two, with nobody left to look.
       state_->retirement->free_completed();
@@ -880,7 +882,7 @@ FencePtr TorchBackend::watch_escape(const Block& block) {
     return nullptr;
   }
   if (is_device_tier(tensors->location()) && state_->options.devices != nullptr) {
-    state_->devices().refuse_while_capturing(tensors->location(), "nothing is freed");
+    state_->devices().refuse_while_capturing(tensors->location(), {}, "nothing is freed");
   }
   return tensors->watch_escape();
 }
@@ -930,7 +932,7 @@ Stream TorchBackend::current_stream(Location location) {
 
 void TorchBackend::check_may_wait() const {
   if (state_->options.devices != nullptr) {
-    state_->devices().refuse_while_capturing(Location::pinned_host(), "nothing is waited for");
+    state_->devices().refuse_while_capturing(Location::pinned_host(), {}, "nothing is waited for");
   }
 }
 
@@ -938,22 +940,6 @@ FencePtr TorchBackend::record_use(const Stream& stream) {
   return stream.device.is_cuda() && state_->options.devices != nullptr
              ? state_->devices().record_use(stream)
              : Backend::record_use(stream);
-}
-
-DeviceLayer::DeviceLayer() : generation_(device_generation()) {}
-
-DeviceLayer::~DeviceLayer() = default;
-
-bool DeviceLayer::is_orphan() const noexcept {
-  return generation_ != device_generation();
-}
-
-void DeviceLayer::refuse_in_forked_child() const {
-  if (is_orphan()) {
-    throw ForkError(
-        "this process was forked from the one that made the layer; devices and page-locked memory "
-        "exist only in the parent (start processes with spawn)");
-  }
 }
 
 bool io_uring_is_usable() noexcept {

@@ -149,13 +149,14 @@ void TransferWorker::end_all() noexcept {
     state->left.wait_until(lock, until, [&] { return state->queue.empty() && !state->is_at_work; });
   }
   end_devices();
+  const auto until_left = std::chrono::steady_clock::now() + kMost;
   for (const auto& state : states) {
     std::unique_lock lock(state->mutex);
     state->changed.notify_all();
     std::thread thread;
     if (!state->thread.joinable()) {  // not begun, or let go of
-      state->left.wait_for(lock, kMost, [&] { return !state->is_at_work; });
-    } else if (state->left.wait_for(lock, kMost, [&] { return state->has_left; })) {
+      state->left.wait_until(lock, until_left, [&] { return !state->is_at_work; });
+    } else if (state->left.wait_until(lock, until_left, [&] { return state->has_left; })) {
       thread = std::move(state->thread);
       lock.unlock();
       thread.join();

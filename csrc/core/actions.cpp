@@ -76,8 +76,7 @@ ActionReport ManagerState::perform(const ResidencyAction& action, const ActionOp
 
   Trash trash;
   Lock lock(mutex_);
-  end_orphans(lock);
-  check_open();
+  start_call(lock);
   settle_oldest(trash);
   step.record = take_turn(lock, step.handle, options.may_block);  // null: the handle is not good
   const Turn turn(*this, step.record);  // through all waits: those who came later are served later

@@ -43,9 +43,8 @@ std::vector<Location> ManagerState::relied_on_without(const ValueRecord& record,
 
 /// What `make` needs of the record, collected under the mutex: releases of leases change
 /// materializations without having the turn.
-ManagerState::Inputs ManagerState::collect_inputs(const ValueRecord& record,
-                                                  const Verdict& verdict) const {
-  Inputs inputs;
+void ManagerState::collect_inputs(const ValueRecord& record, const Verdict& verdict,
+                                  Inputs& inputs) const {
   for (std::size_t i = 0; i < verdict.num_transitions; ++i) {
     const Transition& each = verdict.transitions[i];
     const Materialization* from = record.find(each.from);
@@ -70,13 +69,12 @@ ManagerState::Inputs ManagerState::collect_inputs(const ValueRecord& record,
         break;
     }
   }
-  return inputs;
 }
 
 /// Charges all that the planned step is about to make, and notes what it works on.
 void ManagerState::charge(Step& step) {
   step.staging = staging_use(*backend_, step.verdict);
-  Inputs inputs = collect_inputs(*step.record, step.verdict);
+  collect_inputs(*step.record, step.verdict, step.inputs);
   for (const Transition& each : step.transitions()) {
     (void)ledger_.account(each.to);
   }
@@ -96,7 +94,6 @@ void ManagerState::charge(Step& step) {
     }
   }
   step.content_epoch = step.record->content_epoch;
-  step.inputs = std::move(inputs);
 }
 
 /// Undoes `charge`.
@@ -113,7 +110,7 @@ void ManagerState::uncharge(const Step& step) noexcept {
   }
 }
 
-CopyRequest ManagerState::request_of(const Step& step, Inputs inputs, const Transition& copy) {
+CopyRequest ManagerState::request_of(const Step& step, Inputs&& inputs, const Transition& copy) {
   CopyRequest request;
   request.value = step.handle;
   request.spec = &step.record->spec;
@@ -172,7 +169,7 @@ void ManagerState::make(Step& step, const Inputs& inputs, const ActionOptions& o
         (each.temporary ? made.temporary : made_block) =
             reconstruct(*step.record, step.handle, each.to);
       } else if (each.kind != TransitionKind::kRelease) {
-        CopyRequest request = request_of(step, inputs, each);
+        CopyRequest request = request_of(step, Inputs(inputs), each);
         request.stream = options.stream;
         // Not where the source goes, which could still be refused until the copy is enqueued.
         request.ahead_of_need = options.prefetch && !inputs.given_up;
@@ -255,16 +252,14 @@ void ManagerState::prepare(Step& step, Trash& trash, std::vector<Release>& relea
   make_room_in(releases, 2);
   ledger_.make_room_to_list(3);
   trace_.make_room();
-  const AddressRanges* arriving = nullptr;
-  AddressRanges ranges;
+  AddressRanges arriving;
   for (const Transition& each : step.transitions()) {
     Materialization* const from = step.record->find(each.from);
     switch (each.kind) {
       case TransitionKind::kReconstruct:
       case TransitionKind::kCopy:
         if (!each.temporary) {
-          ranges = made.arriving->block->address_ranges();
-          arriving = &ranges;
+          arriving = made.arriving->block->address_ranges();
         }
         [[fallthrough]];
       case TransitionKind::kRefresh:
@@ -294,18 +289,14 @@ void ManagerState::prepare(Step& step, Trash& trash, std::vector<Release>& relea
         break;
     }
   }
-  if (arriving != nullptr) {
-    register_ranges(*arriving);
-  }
-  if (!step.arrival.empty() && !step.arrival.front().departing_ranges.empty()) {
-    try {
-      register_ranges(step.arrival.front().departing_ranges);  // its memory is ours until it goes
-    } catch (...) {
-      if (arriving != nullptr) {
-        unregister_ranges(*arriving);
-      }
-      throw;
-    }
+  if (step.arrival.empty()) {
+    register_ranges(arriving);
+  } else {
+    const AddressRanges& departing = step.arrival.front().departing_ranges;
+    range_nodes_.make_room(arriving.size() + departing.size());
+    // From here on nothing allocates.
+    register_ranges(arriving);
+    register_ranges(departing);  // their memory is ours until they go
   }
 }
 
@@ -342,19 +333,13 @@ void ManagerState::publish_made(Step& step, const Transition& transition, Trash&
 /// What was loaded for this step alone.
 void ManagerState::release_temporary(Step& step, const Transition& transition,
                                      std::vector<Release>& releases) noexcept {
-  Account& account = ledger_.account(transition.from);
-  account.used -= transition.charge;
+  ledger_.account(transition.from).used -= transition.charge;
   std::vector<FencePtr>& after = step.leave.after;
   if (is_pending(step.made.fence)) {
     after.push_back(step.made.fence);
   }
   if (!is_reused_at_once(transition.from, after)) {
-    account.retiring += transition.charge;
-    Retiring& retiring = step.leave.retiring.front();
-    retiring.location = transition.from;
-    retiring.bytes = transition.charge;
-    retiring.until = after;  // there is room
-    retiring_.splice(retiring_.end(), step.leave.retiring);
+    note_retiring(transition.from, transition.charge, after, step.leave);
   }
   releases.push_back({std::move(step.made.temporary), std::move(after)});
 }
@@ -371,17 +356,11 @@ void ManagerState::depart(Step& step, MaterializationPtr given_up, Arrival& arri
     trash.objects.push_back(std::move(given_up->block));
     given_up->block = nullptr;
   }
-  Account& account = ledger_.account(given_up->location);
   if (FencePtr& watch = step.made.escape_watch; watch != nullptr) {
-    account.escaped += given_up->charge;
     arrival.escape_watch = watch;
-    Escaped& escaped = step.leave.escaped.front();
-    escaped.handle = step.handle;
-    escaped.location = given_up->location;
-    escaped.bytes = given_up->charge;
-    escaped.until = std::move(watch);
-    escaped_.splice(escaped_.end(), step.leave.escaped);
+    note_escaped(step.handle, *given_up, std::move(watch), step.leave);
   } else {
+    Account& account = ledger_.account(given_up->location);
     account.used -= given_up->charge;
     account.retiring += given_up->charge;
   }

@@ -72,7 +72,7 @@ void ManagerState::close(const CloseOptions& options) {
       throw error;
     }
   }
-  const std::vector<CutShort> leases = leases_cut_short();
+  CutShort leases = leases_cut_short();
   closed_.store(true, std::memory_order_release);
   if (!is_forked()) {
     all_locked_.wait(lock, [&] { return num_unlocked_ == 0; });
@@ -96,8 +96,17 @@ void ManagerState::close_without_waiting() noexcept {
   if (closed()) {
     return;
   }
-  const std::vector<CutShort> leases = leases_cut_short();
+  CutShort leases;
+  try {
+    leases = leases_cut_short();
+  } catch (...) {
+    warn("closing: no memory to record what leases still use; nothing is given back any more");
+    itself_ = shared_from_this();
+  }
   closed_.store(true, std::memory_order_release);
+  if (itself_ != nullptr) {
+    return;
+  }
   if (!is_forked()) {
     record_last_uses(lock, leases);
   }
@@ -106,44 +115,43 @@ void ManagerState::close_without_waiting() noexcept {
   }
 }
 
-/// Before the manager counts as closed: from then on a lease may be destroyed at any time.
-std::vector<ManagerState::CutShort> ManagerState::leases_cut_short() const {
-  std::vector<CutShort> found;
+/// Before the manager counts as closed: from then on a lease may be destroyed at any time. All that
+/// `record_last_uses` needs memory for.
+ManagerState::CutShort ManagerState::leases_cut_short() {
+  CutShort found;
   for (const LeaseState* lease : leases_) {
-    CutShort& each = found.emplace_back();
-    each.streams = lease->streams;
-    for (const LeasedValue& value : lease->values) {
-      each.materializations.push_back(value.materialization);
+    for (const Stream& stream : lease->streams) {
+      auto use = std::ranges::find(found.uses, stream, &CutShort::Use::stream);
+      if (use == found.uses.end()) {
+        use = found.uses.insert(use, {stream, nullptr});
+      }
+      for (const LeasedValue& value : lease->values) {
+        found.used.emplace_back(value.materialization,
+                                static_cast<std::size_t>(use - found.uses.begin()));
+      }
     }
+  }
+  std::ranges::sort(found.used);
+  const auto repeated = std::ranges::unique(found.used);
+  found.used.erase(repeated.begin(), repeated.end());
+  for (const auto& [materialization, use] : found.used) {
+    materialization->make_room_for_last_uses(found.uses.size());
   }
   return found;
 }
 
-void ManagerState::record_last_uses(Lock& lock, const std::vector<CutShort>& leases) noexcept {
-  std::vector<std::pair<Stream, FencePtr>> uses;
+void ManagerState::record_last_uses(Lock& lock, CutShort& leases) noexcept {
   {
     const Unlocked unlocked(*this, lock);
-    for (const CutShort& lease : leases) {
-      for (const Stream& stream : lease.streams) {
-        if (std::ranges::find(uses, stream, &std::pair<Stream, FencePtr>::first) != uses.end()) {
-          continue;
-        }
-        uses.emplace_back(stream, record_use_somehow(*backend_, stream));
-      }
+    for (CutShort::Use& use : leases.uses) {
+      use.fence = record_use_somehow(*backend_, use.stream);
     }
   }
-  for (const CutShort& lease : leases) {
-    for (const auto& [stream, fence] : uses) {
-      if (std::ranges::find(lease.streams, stream) == lease.streams.end()) {
-        continue;
-      }
-      for (Materialization* each : lease.materializations) {
-        if (fence != nullptr) {
-          each->add_last_use(fence);
-        } else {
-          keep_for_ever(each->block);  // it stays for ever: nobody knows when its use is over
-        }
-      }
+  for (const auto& [materialization, use] : leases.used) {
+    if (const FencePtr& fence = leases.uses[use].fence; fence != nullptr) {
+      materialization->add_last_use(fence);
+    } else {
+      keep_for_ever(materialization->block);  // nobody knows when its use is over
     }
   }
   leases_.clear();
@@ -152,64 +160,52 @@ void ManagerState::record_last_uses(Lock& lock, const std::vector<CutShort>& lea
 void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
   // Records stay until the state dies: threads that waited for a turn still look at them.
   torn_down_ = true;
-  Trash trash;
-  std::vector<Release> releases;
-  for (const Arrival& each : arrivals_) {
-    // What has failed under a call that had the turn is off the ledger and still on the record.
-    ValueRecord* record = values_.find(each.handle).record;
-    if (each.accounted && !each.overwrites && record != nullptr &&
-        each.fence->poll() == FenceStatus::kFailed) {
-      record->find(each.at)->charge = Bytes();
-    }
+  // Every call finds the manager closed, so that nobody looks at any of this any more.
+  const Unlocked unlocked(*this, lock);
+  while (orphans_ != nullptr) {  // and their views, before the blocks
+    orphans_ = std::move(orphans_->next);
   }
   values_.for_each([&](ValueRecord& record) {
     while (record.first) {
-      Leave leave = leave_of(*record.first, /*escapes=*/false);
-      make_room_in(releases, 1);
-      give_up(record, detach(record, record.first->location, leave), leave, nullptr, releases);
+      give_back_at_close(*record.first);
+      const MaterializationPtr ended = std::move(record.first);
+      record.first = std::move(ended->next);
     }
-    if (!record.discarded) {
-      trash.make_room(2);
-      end_value(record, trash);
-    }
+    record.source = nullptr;
+    record.spec.layout = nullptr;
   });
   for (Arrival& each : arrivals_) {
     BlockPtr retained = each.fence->take_retained();  // fences live on in reports
-    std::vector<FencePtr> after = {each.fence};
-    if (each.departing) {
-      each.departing->for_each_pending([&](const FencePtr& fence) { after.push_back(fence); });
-      if (each.departing->block) {
-        trash.objects.push_back(std::exchange(retained, std::move(each.departing->block)));
+    if (each.departing != nullptr) {                  // the fence is among its readers
+      if (each.departing->block == nullptr) {
+        each.departing->block = std::move(retained);
       }
-    }
-    if (retained) {
-      releases.push_back({std::move(retained), std::move(after)});
+      give_back_at_close(*each.departing);
     }
   }
   for (Retiring& each : retiring_) {
     if (each.block) {
-      releases.push_back({std::move(each.block), std::move(each.until)});
+      backend_->release(std::move(each.block), std::move(each.until));
     }
   }
-  auto arrivals = std::exchange(arrivals_, {});
-  auto reservations = std::exchange(reservations_, {});
-  auto retiring = std::exchange(retiring_, {});
-  auto escaped = std::exchange(escaped_, {});
-  auto failures = std::exchange(failures_, {});
-  auto orphans = std::move(orphans_);
-  const Unlocked unlocked(*this, lock);
-  while (orphans != nullptr) {  // and their views, before the blocks
-    orphans = std::move(orphans->next);
-  }
-  for (Release& each : releases) {
-    backend_->release(std::move(each.block), std::move(each.after));
-  }
-  arrivals.clear();
-  retiring.clear();
-  reservations.clear();
-  trash.objects.clear();
-  trash.materializations.clear();
+  arrivals_.clear();
+  retiring_.clear();
+  escaped_.clear();
+  failures_.clear();
+  reservations_.clear();
   backend_->close(wait);
+}
+
+/// Gives its block back behind what is still pending.
+void ManagerState::give_back_at_close(Materialization& materialization) noexcept {
+  std::vector<FencePtr> after;
+  try {
+    materialization.for_each_pending([&](const FencePtr& fence) { after.push_back(fence); });
+  } catch (...) {  // no memory: then it is waited for
+    materialization.for_each_pending([](const FencePtr& fence) { fence->wait(); });
+    after.clear();
+  }
+  backend_->release(std::move(materialization.block), std::move(after));
 }
 
 }  // namespace residency

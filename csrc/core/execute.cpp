@@ -234,8 +234,7 @@ PlanReport ManagerState::execute(std::span<const ResidencyAction> actions,
   {
     Trash trash;
     Lock lock(mutex_);
-    end_orphans(lock);
-    check_open();
+    start_call(lock);
     settle(trash);
     check_version(options.name, options.expected_state_version);
     const Simulated simulated = simulate_within_limits(lock, actions.size(), [&](World& world) {
@@ -431,8 +430,7 @@ void ManagerState::enter(ScopeState& scope) {
   {
     Trash trash;
     Lock lock(mutex_);
-    end_orphans(lock);
-    check_open();
+    start_call(lock);
     settle(trash);
     check_version(plan.name(), scope.options.expected_state_version);
     const Simulated simulated = simulate_within_limits(lock, 0, [&](World& world) {

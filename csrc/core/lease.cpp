@@ -154,6 +154,7 @@ std::unique_ptr<LeaseState> ManagerState::protect_for_lease(
     lease->values[i].block = materialization->block;
   }
   lease->streams.reserve(1);
+  lease->num_added.reserve(1);
   leases_.insert(lease.get());
   for (const LeasedValue& each : lease->values) {
     ++each.materialization->num_leases;
@@ -189,8 +190,7 @@ Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const H
   Trash trash;
   std::unique_ptr<LeaseState> lease;
   Lock lock(mutex_);
-  end_orphans(lock);
-  check_open();
+  start_call(lock);
   check_available(at);
   Turns turns(*this);
   lease = protect_for_lease(lock, trash, call, handles, at, options, turns);
@@ -216,7 +216,7 @@ Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const H
         put_off.push_back(each.materialization->ready());
       }
     }
-    if (!options.may_block && std::ranges::any_of(host_waits, is_pending)) {
+    if (!options.may_block && any_pending(host_waits)) {
       throw UnavailableError(fmt::format(
           "{}: not all of it is ready at {}, and it may not wait there (may_block = false)", call,
           to_string(at)));
@@ -254,6 +254,7 @@ Lease ManagerState::lease_what_is_there(std::string_view call, std::span<const H
   if (!failure) {
     if (stream) {
       lease->streams.push_back(*stream);
+      lease->num_added.push_back(1);
     }
     ++version_;
     return Lease(std::move(lease));
@@ -423,11 +424,18 @@ void ManagerState::add_stream(LeaseState& lease, const Stream& stream) {
   if (lease.ended.load(std::memory_order_acquire) || !leases_.contains(&lease)) {
     throw LifetimeClosedError("add_stream: the lease has been released");
   }
-  if (std::ranges::find(lease.streams, stream) != lease.streams.end()) {
-    return;
-  }
   const AccessOrder order(lease);
-  lease.streams.push_back(stream);  // before it waits: a release meanwhile records its use too
+  const auto position = [&] {
+    return static_cast<std::size_t>(std::ranges::find(lease.streams, stream) -
+                                    lease.streams.begin());
+  };
+  if (position() == lease.streams.size()) {
+    make_room_in(lease.num_added, 1);
+    lease.streams.push_back(stream);  // before it waits: a release meanwhile records its use too
+    lease.num_added.push_back(0);
+  }
+  // Another call that adds it may not have come so far, or may fail: each has it wait.
+  ++lease.num_added[position()];
   try {
     const Unlocked unlocked(*this, lock);
     const std::lock_guard guard(lease.mutex);
@@ -435,7 +443,10 @@ void ManagerState::add_stream(LeaseState& lease, const Stream& stream) {
       backend_->begin_access(*lease.values[i].block, lease.access, stream, order[i], false);
     }
   } catch (...) {
-    std::erase(lease.streams, stream);
+    if (const std::size_t i = position(); --lease.num_added[i] == 0) {
+      lease.streams.erase(lease.streams.begin() + static_cast<std::ptrdiff_t>(i));
+      lease.num_added.erase(lease.num_added.begin() + static_cast<std::ptrdiff_t>(i));
+    }
     throw;
   }
 }
@@ -452,6 +463,8 @@ FencePtr ManagerState::join(Block& block, const Stream& stream, std::span<const 
 /// recording throws; `failure` gets the rest.
 void ManagerState::end_accesses(LeaseState& lease, std::span<const Stream> streams,
                                 std::vector<FencePtr>& last_uses, std::exception_ptr& failure) {
+  std::vector<std::unique_ptr<View>> views;  // die without the mutex: a tensor may take the GIL
+  views.reserve(lease.values.size());
   const std::lock_guard guard(lease.mutex);
   // The first stream comes last: for a writer it has waited for the others by then, so that one
   // fence says when the bytes are there.
@@ -472,7 +485,7 @@ void ManagerState::end_accesses(LeaseState& lease, std::span<const Stream> strea
     is_written |= each.written.has_value();
   }
   for (LeasedValue& each : lease.values) {
-    each.view = nullptr;  // before the protection ends: then the block can go at once
+    views.push_back(std::move(each.view));  // before the protection ends: then blocks go at once
   }
   if (is_written && lease.access == Access::kRead && last_uses.size() > 1) {
     // Nobody said which stream would write, so none has waited for the others.
@@ -481,6 +494,16 @@ void ManagerState::end_accesses(LeaseState& lease, std::span<const Stream> strea
 }
 
 void ManagerState::release(LeaseState& lease, bool wait) {
+  if (wait && lease.location.is_cuda() && !closed()) {
+    backend_->check_may_wait();
+  }
+  // What the lease is then the last to refer to dies without a mutex: a tensor may take the GIL.
+  struct Dying {
+    std::unique_ptr<View> view;
+    BlockPtr block;
+  };
+  std::vector<Dying> dying;
+  dying.reserve(lease.values.size());
   if (lease.ended.exchange(true, std::memory_order_acq_rel)) {
     return;
   }
@@ -534,12 +557,11 @@ void ManagerState::release(LeaseState& lease, bool wait) {
   {
     const std::lock_guard guard(lease.mutex);
     for (LeasedValue& each : lease.values) {
-      each.view = nullptr;
-      each.block = nullptr;
+      dying.push_back({std::move(each.view), std::move(each.block)});
     }
   }
-  if (wait && std::ranges::any_of(last_uses, is_pending)) {
-    backend_->check_may_wait();
+  dying.clear();
+  if (wait) {
     wait_all(last_uses);
   }
   for (std::size_t i = 0; i < lease.values.size(); ++i) {
@@ -567,6 +589,12 @@ void ManagerState::keep(std::unique_ptr<LeaseState> lease) noexcept {
     lease->next = std::move(orphans_);
     orphans_ = std::move(lease);
   }
+}
+
+/// What a call begins with, once it has the mutex. May open it.
+void ManagerState::start_call(Lock& lock) {
+  end_orphans(lock);
+  check_open();
 }
 
 /// Another try for those that could not be ended when they were destroyed. Opens the mutex.

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "make_room.h"
 #include "residency/core/backend.h"
 #include "residency/core/bytes.h"
 #include "residency/core/location.h"
@@ -126,11 +127,7 @@ class Ledger {
     return accounts_.back();
   }
   /// So that adding so many does not allocate, where their accounts are there.
-  void make_room_to_list(std::size_t count) {
-    if (listed_.capacity() - listed_.size() < count) {
-      listed_.reserve(2 * listed_.capacity() + count);
-    }
-  }
+  void make_room_to_list(std::size_t count) { make_room_in(listed_, count); }
   /// Adds the location to the public list at its first successful use.
   void list(Location location) {
     Account& account = this->account(location);

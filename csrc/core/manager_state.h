@@ -7,7 +7,6 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <limits>
 #include <list>
 #include <map>
 #include <memory>
@@ -23,6 +22,8 @@
 
 #include "fork.h"
 #include "ledger.h"
+#include "make_room.h"
+#include "node_pool.h"
 #include "planner.h"
 #include "residency/core/errors.h"
 #include "residency/core/manager.h"
@@ -31,14 +32,6 @@
 #include "world.h"
 
 namespace residency {
-
-/// So that what is added next needs no memory.
-template <class Element>
-void make_room_in(std::vector<Element>& vector, std::size_t num_more) {
-  if (vector.capacity() - vector.size() < num_more) {
-    vector.reserve(std::max(vector.size() + num_more, 2 * vector.capacity()));
-  }
-}
 
 /// What is taken out of the state under the mutex and destroyed after it: a tensor's destructor may
 /// take the GIL, a source may be a Python object.
@@ -73,6 +66,7 @@ struct LeaseState {
       mutex;  // guards views and blocks; neither it nor the manager's is taken inside the other
   std::atomic<std::size_t> next_view{0};  // readers mostly go through a lease in its order
   std::vector<Stream> streams;            // guarded by the manager's mutex
+  std::vector<std::uint32_t> num_added;   // parallel: calls that each was added by, or is being
   std::atomic<bool> ended{false};
   std::unique_ptr<LeaseState> next;  // of those that nobody could end
 };
@@ -164,7 +158,6 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
                     std::vector<FencePtr>& last_uses, std::exception_ptr& failure);
   [[nodiscard]] FencePtr join(Block& block, const Stream& stream, std::span<const FencePtr> uses);
   void keep(std::unique_ptr<LeaseState> lease) noexcept;
-  void end_orphans(Lock& lock) noexcept;
   [[nodiscard]] Hold hold(std::span<const Handle> handles, Location at);
   void release(HoldState& hold);
   [[nodiscard]] Reservation reserve(MemoryReservation reservation, bool require_physical,
@@ -221,8 +214,8 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
     bool overwrites = false;  // a stale materialization; on failure it is stale again
     MaterializationPtr departing;
     AddressRanges departing_ranges;
-    bool accounted = false;  // it has ended and the ledger knows; its record was busy
-    FencePtr escape_watch;   // of the departing one, when others keep its memory alive
+    std::optional<bool> failed = {};  // once it is certain, and the ledger knows
+    FencePtr escape_watch;            // of the departing one, when others keep its memory alive
   };
   /// Bytes given up that something still reads.
   struct Retiring {
@@ -312,6 +305,8 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
 
   // All of these are called under the mutex. What settles, waits for or changes materializations is
   // in settling.cpp, waiting.cpp and materializations.cpp.
+  void start_call(Lock& lock);
+  void end_orphans(Lock& lock) noexcept;
   void check_open() const;
   void check_available(Location location) const;
   void check_not_managed(const AddressRanges& ranges) const;
@@ -350,6 +345,10 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
                                           Leave& leave) noexcept;
   void give_up(ValueRecord& record, MaterializationPtr given_up, Leave& leave,
                FencePtr escape_watch, std::vector<Release>& releases) noexcept;
+  void note_escaped(const Handle& handle, const Materialization& given_up, FencePtr until,
+                    Leave& leave) noexcept;
+  void note_retiring(Location location, Bytes bytes, const std::vector<FencePtr>& until,
+                     Leave& leave) noexcept;
   [[nodiscard]] bool is_reused_at_once(Location location, std::span<const FencePtr> after) const;
   [[nodiscard]] std::list<Escaped>::iterator find_escaped(Location at, const AddressRanges& ranges);
   [[nodiscard]] std::vector<Leave> prepare_end(const ValueRecord& record,
@@ -390,9 +389,9 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
                                                         const Materialization& given_up,
                                                         const Verdict& verdict) const;
   void check_one_answers(std::span<const Location> devices);
-  [[nodiscard]] Inputs collect_inputs(const ValueRecord& record, const Verdict& verdict) const;
+  void collect_inputs(const ValueRecord& record, const Verdict& verdict, Inputs& inputs) const;
   [[nodiscard]] BlockPtr reconstruct(const ValueRecord& record, const Handle& handle, Location at);
-  [[nodiscard]] static CopyRequest request_of(const Step& step, Inputs inputs,
+  [[nodiscard]] static CopyRequest request_of(const Step& step, Inputs&& inputs,
                                               const Transition& copy);
   void make(Step& step, const Inputs& inputs, const ActionOptions& options);
   static void keep_made(Step& step, BlockPtr& block);
@@ -407,8 +406,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   void depart(Step& step, MaterializationPtr given_up, Arrival& arrival, Trash& trash) noexcept;
 
   void register_ranges(const AddressRanges& ranges);
-  void unregister_ranges(const AddressRanges& ranges,
-                         std::size_t most = std::numeric_limits<std::size_t>::max()) noexcept;
+  void unregister_ranges(const AddressRanges& ranges) noexcept;
 
   struct Simulated {
     bool feasible = true;
@@ -448,6 +446,8 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   [[nodiscard]] bool copy_together(PlanReport& report, std::span<const ResidencyAction> actions,
                                    const RunOptions& options, Phase phase, const PlanName& plan,
                                    Together& together, bool pin);
+  [[nodiscard]] bool may_join(const Together& together, const Verdict& verdict,
+                              const RunOptions& options) const;
   [[nodiscard]] bool join(Together& together, Turns& turns, const ResidencyAction& action,
                           const RunOptions& options);
   [[nodiscard]] std::size_t request_all(Together& together, std::exception_ptr& failure) noexcept;
@@ -479,14 +479,19 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
                                                       std::vector<Handle>& unique, Turns& turns,
                                                       bool may_block = true);
 
-  /// What the leases that a close ends still use, with the streams that use it.
+  /// The streams of the leases that a close ends, and what is used on them.
   struct CutShort {
-    std::vector<Stream> streams;
-    std::vector<Materialization*> materializations;
+    struct Use {
+      Stream stream;
+      FencePtr fence;  // null: it could not be recorded
+    };
+    std::vector<Use> uses;
+    std::vector<std::pair<Materialization*, std::size_t>> used;  // by which of the uses
   };
-  [[nodiscard]] std::vector<CutShort> leases_cut_short() const;
-  void record_last_uses(Lock& lock, const std::vector<CutShort>& leases) noexcept;
+  [[nodiscard]] CutShort leases_cut_short();
+  void record_last_uses(Lock& lock, CutShort& leases) noexcept;
   void tear_down(Lock& lock, bool wait) noexcept;
+  void give_back_at_close(Materialization& materialization) noexcept;
   [[nodiscard]] bool is_forked() const noexcept;
 
   const ManagerId id_;
@@ -498,6 +503,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   // Everything below is guarded by mutex_; closed_ may be read without it.
   std::atomic<bool> closed_{false};
   bool torn_down_ = false;
+  std::shared_ptr<ManagerState> itself_;  // once closed, where it has to be left as it is for ever
   std::uint64_t version_ = 0;
   ValueTable values_;
   Ledger ledger_;
@@ -505,7 +511,7 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   Trace trace_;
   // begin -> end. What a transfer has freed may be allocated again before it is settled: then two
   // begin at the same address for a moment.
-  std::pmr::unsynchronized_pool_resource range_nodes_;
+  NodePool range_nodes_;
   using Ranges = std::pmr::multimap<std::uintptr_t, std::uintptr_t>;
   Ranges managed_ranges_{&range_nodes_};
   // The last that was registered began here, and this is the next to begin.

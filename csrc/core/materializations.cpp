@@ -63,28 +63,22 @@ MaterializationPtr ManagerState::detach(ValueRecord& record, Location location,
 
 /// All of them or none.
 void ManagerState::register_ranges(const AddressRanges& ranges) {
-  std::size_t num_done = 0;
-  try {
-    for (const AddressRange& range : ranges) {
-      const bool is_before_next =
-          last_range_begin_ <= range.begin &&
-          (next_range_ == managed_ranges_.end() || range.begin <= next_range_->first);
-      const auto registered = managed_ranges_.emplace_hint(next_range_, range.begin, range.end);
-      // What was made one after the other mostly lies so: then this costs no search.
-      if (!is_before_next) {
-        next_range_ = std::next(registered);
-      }
-      last_range_begin_ = range.begin;
-      ++num_done;
+  range_nodes_.make_room(ranges.size());
+  for (const AddressRange& range : ranges) {
+    const bool is_before_next =
+        last_range_begin_ <= range.begin &&
+        (next_range_ == managed_ranges_.end() || range.begin <= next_range_->first);
+    const auto registered = managed_ranges_.emplace_hint(next_range_, range.begin, range.end);
+    // What was made one after the other mostly lies so: then this costs no search.
+    if (!is_before_next) {
+      next_range_ = std::next(registered);
     }
-  } catch (...) {
-    unregister_ranges(ranges, num_done);
-    throw;
+    last_range_begin_ = range.begin;
   }
 }
 
-void ManagerState::unregister_ranges(const AddressRanges& ranges, std::size_t most) noexcept {
-  for (const AddressRange& range : std::span(ranges.begin(), std::min(most, ranges.size()))) {
+void ManagerState::unregister_ranges(const AddressRanges& ranges) noexcept {
+  for (const AddressRange& range : ranges) {
     const auto [first, last] = managed_ranges_.equal_range(range.begin);
     const auto found =
         std::find_if(first, last, [&](const auto& each) { return each.second == range.end; });
@@ -107,27 +101,15 @@ void ManagerState::give_up(ValueRecord& record, MaterializationPtr given_up, Lea
                            FencePtr escape_watch, std::vector<Release>& releases) noexcept {
   std::vector<FencePtr>& after = leave.after;
   given_up->for_each_pending([&](const FencePtr& fence) { after.push_back(fence); });
-  Account& account = ledger_.account(given_up->location);
   if (escape_watch) {
-    account.escaped += given_up->charge;
-    Escaped& escaped = leave.escaped.front();
-    escaped.handle = values_.handle_of(record);
-    escaped.location = given_up->location;
-    escaped.bytes = given_up->charge;
-    escaped.until = std::move(escape_watch);
-    escaped_.splice(escaped_.end(), leave.escaped);
+    note_escaped(values_.handle_of(record), *given_up, std::move(escape_watch), leave);
   } else {
-    account.used -= given_up->charge;
+    ledger_.account(given_up->location).used -= given_up->charge;
     if (!after.empty()) {
       // Memory that is reused in device order is free already, but something is still in flight,
       // which `synchronize` waits for.
       const Bytes bytes = is_reused_at_once(given_up->location, after) ? Bytes() : given_up->charge;
-      account.retiring += bytes;
-      Retiring& retiring = leave.retiring.front();
-      retiring.location = given_up->location;
-      retiring.bytes = bytes;
-      retiring.until = after;  // there is room
-      retiring_.splice(retiring_.end(), leave.retiring);
+      note_retiring(given_up->location, bytes, after, leave);
     }
   }
   releases.push_back({std::move(given_up->block), std::move(after)});
@@ -136,6 +118,28 @@ void ManagerState::give_up(ValueRecord& record, MaterializationPtr given_up, Lea
     slot.fences = std::move(given_up->fences);
     slot.fences->clear();
   }
+}
+
+/// Its bytes stay in use until nobody shares them. There is room in `leave`.
+void ManagerState::note_escaped(const Handle& handle, const Materialization& given_up,
+                                FencePtr until, Leave& leave) noexcept {
+  ledger_.account(given_up.location).escaped += given_up.charge;
+  Escaped& escaped = leave.escaped.front();
+  escaped.handle = handle;
+  escaped.location = given_up.location;
+  escaped.bytes = given_up.charge;
+  escaped.until = std::move(until);
+  escaped_.splice(escaped_.end(), leave.escaped);
+}
+
+void ManagerState::note_retiring(Location location, Bytes bytes, const std::vector<FencePtr>& until,
+                                 Leave& leave) noexcept {
+  ledger_.account(location).retiring += bytes;
+  Retiring& retiring = leave.retiring.front();
+  retiring.location = location;
+  retiring.bytes = bytes;
+  retiring.until = until;  // there is room
+  retiring_.splice(retiring_.end(), leave.retiring);
 }
 
 /// The escaped memory that is exactly this, if any.

@@ -13,22 +13,20 @@ std::size_t link_rank(const ManagerOptions& options, LocationKind kind) noexcept
                               : order.size() + static_cast<std::size_t>(kind);
 }
 
-/// Builds one verdict. Checks read top to bottom as the rules do; the first refusal wins.
+/// Builds one verdict, which is fresh at first. Checks read top to bottom as the rules do; the
+/// first refusal wins.
 class Plan {
  public:
-  Plan(World& world, const Handle& handle) : world_(world), value_(world.value(handle)) {}
+  Plan(World& world, const Handle& handle, Verdict& verdict)
+      : world_(world), value_(world.value(handle)), verdict_(verdict) {}
 
-  const Verdict& refuse(Reason reason) {
+  void refuse(Reason reason) {
     verdict_.reason = reason;
     verdict_.bytes = verdict_.staging = Bytes();
     verdict_.num_transitions = 0;
     verdict_.waits = false;
-    return verdict_;
   }
-  const Verdict& no_op(Reason reason) {
-    verdict_.reason = reason;
-    return verdict_;
-  }
+  void no_op(Reason reason) { verdict_.reason = reason; }
 
   /// True when the value cannot be touched at all; `verdict_` says why.
   bool is_refused() {
@@ -54,9 +52,9 @@ class Plan {
     return true;
   }
 
-  const Verdict& ensure(Location at) {
+  void ensure(Location at) {
     if (is_refused() || is_unavailable(at)) {
-      return verdict_;
+      return;
     }
     verdict_.destination = at;
     const Residence* target = value_.find(at);
@@ -67,7 +65,7 @@ class Plan {
     if (target != nullptr) {
       refresh(*target, source);
       admit();
-      return verdict_;
+      return;
     }
     if (!value_.residences.empty() && spec().mode == ReplicaMode::kExclusive) {
       verdict_.source = value_.residences.begin()->location;
@@ -79,13 +77,12 @@ class Plan {
       load(at);
     }
     admit();
-    return verdict_;
   }
 
-  const Verdict& move(Location to, std::optional<Location> from) {
+  void move(Location to, std::optional<Location> from) {
     if (is_refused() || is_unavailable(to) ||
         (from && is_unavailable(*from, /*is_needed=*/false))) {
-      return verdict_;
+      return;
     }
     verdict_.destination = to;
     verdict_.source = from;
@@ -104,7 +101,7 @@ class Plan {
       }
       load(to);
       admit();
-      return verdict_;
+      return;
     }
     if (target_is_good) {
       verdict_.reason = Reason::kReleased;
@@ -120,12 +117,11 @@ class Plan {
     }
     release(*given_up);
     admit();
-    return verdict_;
   }
 
-  const Verdict& drop(Location at) {
+  void drop(Location at) {
     if (is_refused() || is_unavailable(at, /*is_needed=*/false)) {
-      return verdict_;
+      return;
     }
     const Residence* given_up = value_.find(at);
     if (given_up == nullptr) {
@@ -134,23 +130,21 @@ class Plan {
     }
     verdict_.reason = Reason::kReleased;
     release(*given_up);
-    return verdict_;
   }
 
-  const Verdict& discard() {
+  void discard() {
     if (is_refused()) {
-      return verdict_;
+      return;
     }
     verdict_.reason = Reason::kDiscarded;
     for (const Residence& each : value_.residences) {
       verdict_.source = each.location;
       if (!may_give_up(each)) {
-        return verdict_;
+        return;
       }
       verdict_.waits |= each.uncertain;
     }
     verdict_.source.reset();
-    return verdict_;
   }
 
  private:
@@ -354,7 +348,7 @@ class Plan {
 
   World& world_;
   const ValueView& value_;
-  Verdict verdict_;
+  Verdict& verdict_;
 };
 
 }  // namespace
@@ -400,19 +394,16 @@ std::optional<StagingUse> staging_use(const Backend& backend, const Verdict& ver
 }
 
 Verdict plan_action(World& world, const ResidencyAction& action) {
-  Plan plan(world, handle_of(action));
-  return std::visit(
-      Overloaded{
-          [&](const EnsureResident& ensure) -> const Verdict& {
-            return plan.ensure(ensure.location);
-          },
-          [&](const MoveResident& move) -> const Verdict& {
-            return plan.move(move.to, move.from_location);
-          },
-          [&](const DropResident& drop) -> const Verdict& { return plan.drop(drop.location); },
-          [&](const DiscardValue&) -> const Verdict& { return plan.discard(); },
-      },
-      action);
+  Verdict verdict;
+  Plan plan(world, handle_of(action), verdict);
+  std::visit(Overloaded{
+                 [&](const EnsureResident& ensure) { plan.ensure(ensure.location); },
+                 [&](const MoveResident& move) { plan.move(move.to, move.from_location); },
+                 [&](const DropResident& drop) { plan.drop(drop.location); },
+                 [&](const DiscardValue&) { plan.discard(); },
+             },
+             action);
+  return verdict;
 }
 
 Verdict plan_reservation(World& world, Location location, Bytes nbytes) {

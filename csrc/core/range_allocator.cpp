@@ -29,24 +29,40 @@ void RangeAllocator::check_segment(std::uint32_t number) const {
 
 /// Cuts [begin, begin + nbytes) out of a free piece.
 void RangeAllocator::hand_out(FreePieces::iterator free, Bytes begin, Bytes nbytes) {
-  Pieces::iterator piece = free->second;
+  Pieces::iterator piece = free->piece;
   const auto [number, piece_begin] = piece->first;
   const Bytes before = begin - piece_begin;
   const Bytes after = piece->second.nbytes - before - nbytes;
-  const auto larger = std::next(free);
-  auto freed = free_.extract(free);
+  const std::size_t num_new = (before != Bytes() ? 2U : 0U) + (after != Bytes() ? 1U : 0U);
+  const std::size_t num_unneeded = after != Bytes() ? 0 : 1;
+  nodes_.make_room(num_live_ + 1 + num_new - num_unneeded);
+  // From here on nothing allocates.
+  const Pieces::iterator head = piece;
   if (before != Bytes()) {
-    piece->second.nbytes = before;
-    free_.emplace(FreeKey(before, number, piece_begin), piece);
-    piece = pieces_.emplace_hint(std::next(piece), Place(number, begin), Piece());
+    head->second.nbytes = before;
+    piece = pieces_.emplace_hint(std::next(head), Place(number, begin), Piece());
   }
   piece->second = {nbytes, false};
-  if (after != Bytes()) {
-    freed.mapped() =
-        pieces_.emplace_hint(std::next(piece), Place(number, begin + nbytes), Piece{after, true});
-    freed.key() = {after, number, begin + nbytes};
-    free_.insert(larger, std::move(freed));  // what is left is often the largest still
+  if (after == Bytes()) {
+    free_.erase(free);
+  } else {
+    const FreePiece left{
+        FreeKey(after, number, begin + nbytes),
+        pieces_.emplace_hint(std::next(piece), Place(number, begin + nbytes), Piece{after, true})};
+    // It is often the largest still.
+    if (free == free_.begin() || *std::prev(free) < left) {
+      free->key = left.key;
+      free->piece = left.piece;
+    } else {
+      auto node = free_.extract(free);
+      node.value() = left;
+      free_.insert(std::move(node));
+    }
   }
+  if (before != Bytes()) {
+    free_.insert({FreeKey(before, number, piece_begin), head});
+  }
+  ++num_live_;
   live_ += nbytes;
 }
 
@@ -55,11 +71,11 @@ std::optional<Range> RangeAllocator::allocate(Bytes nbytes) {
   if (nbytes == Bytes()) {
     return Range();
   }
-  const auto best = free_.lower_bound({nbytes, 0, Bytes()});
+  const auto best = free_.lower_bound({FreeKey(nbytes, 0, Bytes())});
   if (best == free_.end()) {
     return std::nullopt;
   }
-  const auto [size, number, begin] = best->first;
+  const auto [size, number, begin] = best->key;
   hand_out(best, begin, nbytes);
   return Range{number, begin, nbytes};
 }
@@ -73,6 +89,7 @@ void RangeAllocator::free(const Range& range) {
   if (piece == pieces_.end() || piece->second.is_free || piece->second.nbytes != range.nbytes) {
     throw_misuse("free", range);
   }
+  --num_live_;
   live_ -= range.nbytes;
   piece->second.is_free = true;
   const auto absorb = [&](Pieces::iterator into, Pieces::iterator from) {
@@ -83,16 +100,16 @@ void RangeAllocator::free(const Range& range) {
     return neighbour->first.first == range.segment && neighbour->second.is_free;
   };
   if (const auto next = std::next(piece); next != pieces_.end() && is_free_here(next)) {
-    free_.erase({next->second.nbytes, range.segment, next->first.second});
+    free_.erase({FreeKey(next->second.nbytes, range.segment, next->first.second)});
     absorb(piece, next);
   }
   if (piece != pieces_.begin() && is_free_here(std::prev(piece))) {
     const auto previous = std::prev(piece);
-    free_.erase({previous->second.nbytes, range.segment, previous->first.second});
+    free_.erase({FreeKey(previous->second.nbytes, range.segment, previous->first.second)});
     absorb(previous, piece);
     piece = previous;
   }
-  free_.emplace(FreeKey(piece->second.nbytes, range.segment, piece->first.second), piece);
+  free_.insert({FreeKey(piece->second.nbytes, range.segment, piece->first.second), piece});
 }
 
 void RangeAllocator::take(const Range& range) {
@@ -107,8 +124,8 @@ void RangeAllocator::take(const Range& range) {
   if (!fits) {
     throw_misuse("take", range);
   }
-  hand_out(free_.find({piece->second.nbytes, range.segment, piece->first.second}), range.begin,
-           range.nbytes);
+  hand_out(free_.find({FreeKey(piece->second.nbytes, range.segment, piece->first.second)}),
+           range.begin, range.nbytes);
 }
 
 std::uint32_t RangeAllocator::add_segment(Bytes nbytes) {
@@ -126,10 +143,12 @@ void RangeAllocator::put_back_segment(std::uint32_t number, Bytes nbytes) {
   if (number < segments_.size() && segments_[number] != Bytes()) {
     throw std::logic_error(fmt::format("RangeAllocator: there is a segment {}", number));
   }
+  nodes_.make_room(num_live_ + 2);
   segments_.resize(std::max<std::size_t>(segments_.size(), number + 1));
+  // From here on nothing allocates.
   segments_[number] = nbytes;
   const auto piece = pieces_.emplace(Place(number, Bytes()), Piece{nbytes, true}).first;
-  free_.emplace(FreeKey(nbytes, number, Bytes()), piece);
+  free_.insert({FreeKey(nbytes, number, Bytes()), piece});
   in_segments_ += nbytes;
 }
 
@@ -140,7 +159,7 @@ void RangeAllocator::remove_segment(std::uint32_t number) {
         fmt::format("RangeAllocator::remove_segment: segment {} is in use", number));
   }
   pieces_.erase(Place(number, Bytes()));
-  free_.erase({segments_[number], number, Bytes()});
+  free_.erase({FreeKey(segments_[number], number, Bytes())});
   in_segments_ -= segments_[number];
   segments_[number] = Bytes();
   while (!segments_.empty() && segments_.back() == Bytes()) {
@@ -150,7 +169,7 @@ void RangeAllocator::remove_segment(std::uint32_t number) {
 
 bool RangeAllocator::is_empty(std::uint32_t number) const {
   const Bytes nbytes = segments_.at(number);
-  return nbytes != Bytes() && free_.contains({nbytes, number, Bytes()});
+  return nbytes != Bytes() && free_.contains({FreeKey(nbytes, number, Bytes())});
 }
 
 std::vector<Range> RangeAllocator::live_ranges(std::uint32_t segment) const {
@@ -184,13 +203,14 @@ bool RangeAllocator::has_empty_segment() const {
 }
 
 Bytes RangeAllocator::largest_free() const noexcept {
-  return free_.empty() ? Bytes() : std::get<0>(free_.rbegin()->first);
+  return free_.empty() ? Bytes() : std::get<0>(free_.rbegin()->key);
 }
 
 void RangeAllocator::audit() const {
   Bytes live;
+  std::size_t num_live = 0;
   std::vector<Bytes> ends(segments_.size());
-  std::map<FreeKey, Pieces::const_iterator> free;
+  std::vector<FreeKey> free;
   std::optional<std::uint32_t> free_until_here;  // the piece before is free, in this segment
   for (auto each = pieces_.begin(); each != pieces_.end(); ++each) {
     const Piece& piece = each->second;
@@ -203,9 +223,10 @@ void RangeAllocator::audit() const {
     ends[number] += piece.nbytes;
     free_until_here = piece.is_free ? std::optional(number) : std::nullopt;
     if (piece.is_free) {
-      free.emplace(FreeKey(piece.nbytes, number, begin), each);
+      free.emplace_back(piece.nbytes, number, begin);
     } else {
       live += piece.nbytes;
+      ++num_live;
     }
   }
   Bytes in_segments;
@@ -215,10 +236,12 @@ void RangeAllocator::audit() const {
   if (ends != segments_) {
     throw std::logic_error("pieces do not cover their segments");
   }
-  const auto same = [](const auto& a, const auto& b) {
-    return a.first == b.first && a.second == b.second;
+  std::ranges::sort(free);
+  const auto same = [](const FreeKey& key, const FreePiece& listed) {
+    return key == listed.key && listed.piece->first == Place(std::get<1>(key), std::get<2>(key));
   };
-  if (!std::ranges::equal(free, free_, same) || live != live_ || in_segments != in_segments_) {
+  if (!std::ranges::equal(free, free_, same) || live != live_ || num_live != num_live_ ||
+      in_segments != in_segments_) {
     throw std::logic_error("the free ranges or the sums are not those of the pieces");
   }
 }

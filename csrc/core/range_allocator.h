@@ -1,13 +1,16 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory_resource>
 #include <optional>
+#include <set>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "node_pool.h"
 #include "residency/core/bytes.h"
 #include "residency/core/export.h"
 
@@ -32,7 +35,9 @@ struct Range {
 /// it was. A call costs O(log free ranges).
 ///
 /// Not thread-safe. Misuse (a range that was not handed out, a segment that is in use) is a
-/// `std::logic_error`.
+/// `std::logic_error`. `allocate`, `take`, `add_segment` and `put_back_segment` may throw
+/// `std::bad_alloc`, with nothing changed; but not where they undo another call. `free` and
+/// `remove_segment` need no memory.
 class RESIDENCY_API RangeAllocator {
  public:
   /// Ranges begin at multiples of `alignment` and are rounded up to them.
@@ -75,16 +80,23 @@ class RESIDENCY_API RangeAllocator {
   using Place = std::pair<std::uint32_t, Bytes>;            // segment, begin
   using Pieces = std::pmr::map<Place, Piece>;               // they cover the segments
   using FreeKey = std::tuple<Bytes, std::uint32_t, Bytes>;  // size, segment, begin
-  using FreePieces = std::pmr::map<FreeKey, Pieces::iterator>;
+  /// Mutable, as most requests leave a piece where it was in the order.
+  struct FreePiece {
+    mutable FreeKey key;
+    mutable Pieces::iterator piece = {};
+    friend bool operator<(const FreePiece& a, const FreePiece& b) noexcept { return a.key < b.key; }
+  };
+  using FreePieces = std::pmr::set<FreePiece>;
 
   void check_segment(std::uint32_t number) const;
   void hand_out(FreePieces::iterator free, Bytes begin, Bytes nbytes);
 
   const Bytes alignment_;
   std::vector<Bytes> segments_;  // by number; zero: no segment has it
-  std::pmr::unsynchronized_pool_resource nodes_;
+  NodePool nodes_;               // there is always room to free every range
   Pieces pieces_{&nodes_};
   FreePieces free_{&nodes_};
+  std::size_t num_live_ = 0;
   Bytes live_;
   Bytes in_segments_;
 };

@@ -63,7 +63,8 @@ bool ManagerState::settle_retiring(Retiring& retiring, Trash& trash) {
   return true;
 }
 
-/// What the end of an arrival means for the ledger; once.
+/// What it means for the ledger that an arrival is certain; once. What is pending still counts as
+/// arrived from then on, whatever becomes of its device.
 void ManagerState::account_for_end(Arrival& arrival, Trash& trash) {
   const bool failed = arrival.fence->poll() == FenceStatus::kFailed;
   std::list<Retiring> retiring;
@@ -77,7 +78,7 @@ void ManagerState::account_for_end(Arrival& arrival, Trash& trash) {
     });
   }
   // From here on nothing allocates.
-  arrival.accounted = true;
+  arrival.failed = failed;
   if (arrival.departing && !arrival.escape_watch) {
     ledger_.account(arrival.from).retiring -= arrival.departing->charge;
   }
@@ -122,8 +123,7 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
   if (!arrival.fence->is_certain()) {
     return false;
   }
-  const FenceStatus status = arrival.fence->poll();
-  if (!arrival.accounted) {
+  if (!arrival.failed.has_value()) {
     account_for_end(arrival, trash);
   }
   ValueRecord* record = values_.find(arrival.handle).record;
@@ -142,7 +142,7 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
   // An uncertain materialization is given up only after it was settled, so it is still there. Its
   // fence may be another's by now: whoever wrote to it has waited for the arrival.
   Materialization& arrived = *record->find(arrival.at);
-  const bool failed = status == FenceStatus::kFailed;
+  const bool failed = *arrival.failed;
   std::list<Failure> failure;
   Leave leave;
   if (failed) {
@@ -156,7 +156,7 @@ bool ManagerState::settle_arrival(Arrival& arrival, Trash& trash, const ValueRec
     arrived.fails_later = false;
     arrived.replaces = false;
   }
-  if (is_latest && status != FenceStatus::kPending) {
+  if (is_latest && (failed || arrival.fence->poll() == FenceStatus::kDone)) {
     trash.objects.push_back(arrived.ready());
     arrived.set_ready(nullptr);
   }

@@ -27,6 +27,23 @@ std::optional<Stream> stream_for(const ResidencyAction& action, std::span<const 
 
 }  // namespace
 
+bool ManagerState::may_join(const Together& together, const Verdict& verdict,
+                            const RunOptions& options) const {
+  if (verdict.no_op()) {
+    return true;
+  }
+  if (verdict.reason != Reason::kCopied || verdict.waits) {
+    return false;
+  }
+  const Transition& copy = verdict.transitions[0];
+  if (together.from.has_value()) {
+    return together.from == copy.from && together.to == copy.to;
+  }
+  return !can_fail_later(backend_->path(copy.from, copy.to)) &&
+         std::ranges::none_of(options.streams,
+                              [&](const Stream& each) { return each.device == copy.to; });
+}
+
 /// Adds the action to those that are carried out together, with the turn of its value and its bytes
 /// charged. False, and nothing has changed, when it has to be carried out by itself.
 bool ManagerState::join(Together& together, Turns& turns, const ResidencyAction& action,
@@ -35,37 +52,27 @@ bool ManagerState::join(Together& together, Turns& turns, const ResidencyAction&
   if (record == nullptr || record->busy || record->has_uncertain_arrival()) {
     return false;
   }
-  const Verdict verdict = plan_action(present_, action);
-  const auto may_join = [&] {
-    if (verdict.no_op()) {
-      return true;
-    }
-    if (verdict.reason != Reason::kCopied || verdict.waits) {
+  Step& step = together.steps.emplace_back();
+  try {
+    step.verdict = plan_action(present_, action);
+    if (!may_join(together, step.verdict, options)) {
+      together.steps.pop_back();
       return false;
     }
-    const Transition& copy = verdict.transitions[0];
-    if (together.from.has_value()) {
-      return together.from == copy.from && together.to == copy.to;
+    turns.take_idle(*record);
+    step.record = record;
+    step.handle = handle_of(action);
+    step.entry.action = kind_of(action);
+    step.entry.handle = step.handle;
+    note_verdict(step);
+    if (!step.verdict.no_op()) {
+      charge(step);
+      together.from = step.verdict.transitions[0].from;
+      together.to = step.verdict.transitions[0].to;
     }
-    return !can_fail_later(backend_->path(copy.from, copy.to)) &&
-           std::ranges::none_of(options.streams,
-                                [&](const Stream& each) { return each.device == copy.to; });
-  };
-  if (!may_join()) {
-    return false;
-  }
-  turns.take_idle(*record);
-  Step& step = together.steps.emplace_back();
-  step.record = record;
-  step.verdict = verdict;
-  step.handle = handle_of(action);
-  step.entry.action = kind_of(action);
-  step.entry.handle = step.handle;
-  note_verdict(step);
-  if (!verdict.no_op()) {
-    charge(step);
-    together.from = verdict.transitions[0].from;
-    together.to = verdict.transitions[0].to;
+  } catch (...) {
+    together.steps.pop_back();  // it was not charged
+    throw;
   }
   return true;
 }
@@ -204,8 +211,7 @@ bool ManagerState::copy_together(PlanReport& report, std::span<const ResidencyAc
   together.from.reset();
   Trash trash;
   Lock lock(mutex_);
-  end_orphans(lock);
-  check_open();
+  start_call(lock);
   settle_oldest(trash);
   Turns turns(*this);
   try {

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "make_room.h"
 #include "residency/core/action.h"
 #include "residency/core/backend.h"
 #include "residency/core/handle.h"
@@ -80,10 +81,10 @@ struct Materialization {
   }
   // So that what follows does not allocate.
   void make_room_for_ready() { (void)own_fences(); }
-  void make_room_for_reader() { make_room(own_fences().readers, 1); }
+  void make_room_for_reader() { make_room_in(own_fences().readers, 1); }
   void make_room_for_last_uses(std::size_t count) {
     if (count != 0) {
-      make_room(own_fences().last_uses, count);
+      make_room_in(own_fences().last_uses, count);
     }
   }
   void add_reader(const FencePtr& fence) { add(own_fences().readers, fence); }
@@ -126,11 +127,6 @@ struct Materialization {
   }
   static bool is_of_worker(const FencePtr& fence) noexcept {
     return fence && !fence->on_stream() && is_pending(fence);  // to poll the device costs more
-  }
-  static void make_room(std::vector<FencePtr>& in, std::size_t count) {
-    if (in.capacity() - in.size() < count) {
-      in.reserve(std::max(in.size() + count, 2 * in.capacity()));
-    }
   }
   static void add(std::vector<FencePtr>& to, const FencePtr& fence) {
     std::erase_if(to, [](const FencePtr& each) { return each->poll() != FenceStatus::kPending; });

@@ -179,8 +179,7 @@ BlockPtr ManagerState::take(const Handle& handle, std::optional<Location> at) {
   BlockPtr taken;
   std::vector<Release> releases;
   Lock lock(mutex_);
-  end_orphans(lock);
-  check_open();
+  start_call(lock);
   ValueRecord* record = take_turn(lock, handle);
   if (record == nullptr) {
     (void)resolve(handle);  // throws

@@ -67,14 +67,14 @@ void ManagerState::end_turn(ValueRecord& record) noexcept {
 }
 
 void ManagerState::refuse_pending_in_forked_child(const std::vector<FencePtr>& fences) const {
-  if (is_forked() && std::ranges::any_of(fences, is_pending)) {
+  if (is_forked() && any_pending(fences)) {
     throw ForkError("a transfer of the parent process cannot be waited for in its child");
   }
 }
 
 void ManagerState::wait_on(Lock& lock, const std::vector<FencePtr>& fences) {
   refuse_pending_in_forked_child(fences);
-  if (std::ranges::any_of(fences, is_pending)) {
+  if (any_pending(fences)) {
     backend_->check_may_wait();
   }
   const Unlocked unlocked(*this, lock);
@@ -233,8 +233,7 @@ void ManagerState::synchronize() {
   check_not_loading();
   Trash trash;
   Lock lock(mutex_);
-  end_orphans(lock);
-  check_open();
+  start_call(lock);
   while (true) {
     all_locked_.wait(lock, [&] { return num_unlocked_ == 0 || is_forked(); });
     settle(trash);

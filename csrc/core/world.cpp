@@ -28,16 +28,19 @@ void World::read(const Handle& handle, ValueView& view) const {
     Residence residence;
     residence.location = each->location;
     residence.stale = each->stale;
-    residence.lost = each->has_failed() || backend_.is_lost(each->location);
-    residence.put_off = each->is_put_off();
-    residence.uncertain = each->is_uncertain() && !residence.put_off;
-    residence.replaces = each->replaces;
-    residence.arrives_by_worker = each->arrives_by_worker();
-    residence.read_by_copy = each->is_read_by_worker();
-    residence.used_by_worker = each->is_used_by_worker();
+    residence.lost = backend_.is_lost(each->location);
     residence.num_leases = each->num_leases;
     residence.num_holds = each->num_holds + found.record->num_pins;
-    residence.num_pending = each->num_pending_last_uses();
+    if (each->fences) {
+      residence.lost |= each->has_failed();
+      residence.put_off = each->is_put_off();
+      residence.uncertain = each->is_uncertain() && !residence.put_off;
+      residence.replaces = each->replaces;
+      residence.arrives_by_worker = each->arrives_by_worker();
+      residence.read_by_copy = each->is_read_by_worker();
+      residence.used_by_worker = each->is_used_by_worker();
+      residence.num_pending = each->num_pending_last_uses();
+    }
     residence.charge = each->charge;
     residence.block = each->block.get();
     view.residences.push_back(residence);

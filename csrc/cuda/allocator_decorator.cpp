@@ -250,8 +250,12 @@ class Decorator final : public caching::CUDAAllocator {
         // The first error tells what there was before anything was tried.
       }
     }
-    if (std::string more = pressure->explain(shortage); !more.empty()) {
-      error.add_context(std::move(more));
+    try {
+      if (std::string more = pressure->explain(shortage); !more.empty()) {
+        error.add_context(std::move(more));
+      }
+    } catch (...) {
+      // No memory to say more with: the allocator's error is the one that matters.
     }
     throw;
   }

@@ -6,6 +6,7 @@
 #include <exception>
 #include <iterator>
 #include <mutex>
+#include <stdexcept>
 #include <utility>
 
 #include <ATen/cuda/PeerToPeerAccess.h>
@@ -32,7 +33,7 @@
 namespace residency {
 namespace {
 
-void refuse_while_capturing(cudaStream_t stream, Location device, std::string_view what) {
+void refuse_captured(cudaStream_t stream, Location device, std::string_view what) {
   if (is_capturing(stream, device)) {
     throw CaptureError(
         fmt::format("{}: a stream of {} is being captured into a graph", what, to_string(device)));
@@ -45,7 +46,6 @@ Bytes range_bytes(Bytes nbytes, Location at) {
 }
 
 /// Adds what a copy consists of. Returns its bytes.
-template <class Pieces>
 std::size_t add_pieces(const TensorBlock& source, const TensorBlock& target, Pieces& pieces) {
   const TensorLayout& layout = *source.tensor_layout();
   std::size_t num_bytes = 0;
@@ -103,7 +103,8 @@ struct Enqueuing {
   Location device;
   std::optional<Peers> peers = std::nullopt;
   Pieces pieces = {};
-  c10::SmallVector<FencePtr, 4> after = {};
+  c10::SmallVector<FencePtr, 4> sources = {};  ///< should one have failed, so do the copies
+  c10::SmallVector<FencePtr, 4> after = {};    ///< however they end
   bool blocked = false;
 
   /// Nothing has to come before it that only the host can wait for.
@@ -113,15 +114,20 @@ struct Enqueuing {
 };
 
 bool Enqueuing::can_wait_on_stream() const {
-  return std::none_of(after.begin(), after.end(), [](const FencePtr& fence) {
+  const auto needs_host = [](const FencePtr& fence) {
     return is_pending(fence) && !fence->on_stream();
-  });
+  };
+  return std::none_of(sources.begin(), sources.end(), needs_host) &&
+         std::none_of(after.begin(), after.end(), needs_host);
 }
 
 std::shared_ptr<EventFence> Enqueuing::enqueue_on(cudaStream_t stream) {
   const RelaxedCapture relaxed;
-  for (const FencePtr& fence : after) {
+  for (const FencePtr& fence : sources) {
     blocked |= wait_on_stream(stream, fence, device);
+  }
+  for (const FencePtr& fence : after) {
+    blocked |= come_after(stream, fence, device);
   }
   const cudaEvent_t begin = streams.events->take();
   if (const cudaError_t error = cudaEventRecord(begin, stream); error != cudaSuccess) {
@@ -153,8 +159,7 @@ void refuse_while_caller_captures(Location at, std::string_view what) {
     if (!c10::cuda::hasPrimaryContext(index_of(device))) {
       return;
     }
-    residency::refuse_while_capturing(c10::cuda::getCurrentCUDAStream(index_of(device)).stream(),
-                                      device, what);
+    refuse_captured(c10::cuda::getCurrentCUDAStream(index_of(device)).stream(), device, what);
   };
   refuse_at(current);
   if (at.is_cuda() && at != current) {
@@ -253,7 +258,7 @@ void Gathered::add(const CopyRequest& request, DeviceLayer::Room room, bool wait
   const auto& source = static_cast<const TensorBlock&>(*request.source);
   if (waits) {
     copies_.after.append(room.after.begin(), room.after.end());
-    copies_.after.push_back(request.source_ready);
+    copies_.sources.push_back(request.source_ready);
   }
   Pieces pieces;
   const std::size_t num_bytes = add_pieces(source, *room.block, pieces);
@@ -284,6 +289,7 @@ void Gathered::enqueue() {
     throw_transfer_error(*first_, route_.path(), error);
   }
   copies_.pieces.clear();
+  copies_.sources.clear();
   copies_.after.clear();
   const bool blocked = std::exchange(copies_.blocked, false);
   if (parts != nullptr) {
@@ -297,11 +303,9 @@ void Gathered::enqueue() {
   }
 }
 
-/// Of a copy ahead of need, after which others may have the buffers.
-constexpr auto kStagedChunkBytes = Bytes(std::int64_t{16} << 20);
-
 class CudaLayer final : public DeviceLayer, public std::enable_shared_from_this<CudaLayer> {
  public:
+  explicit CudaLayer(const CudaLayerOptions& options) : options_(options) {}
   [[nodiscard]] std::string why_unavailable(Location at) const override;
   [[nodiscard]] bool is_lost(Location device) const override { return is_known_lost(device); }
   void check_answers(Location device) override;
@@ -315,11 +319,8 @@ class CudaLayer final : public DeviceLayer, public std::enable_shared_from_this<
     return staging_of(device);
   }
   [[nodiscard]] Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) override;
-  void refuse_while_capturing(Location at, std::string_view what) const override {
-    if (!is_orphan()) {
-      refuse_while_caller_captures(at, what);
-    }
-  }
+  void refuse_while_capturing(Location at, const std::optional<Stream>& stream,
+                              std::string_view what) const override;
   [[nodiscard]] bool end_use(const TensorBlock& block, const LastUses& uses) override;
   [[nodiscard]] CopyResult copy(const CopyRequest& request, const TensorBlock& source,
                                 std::shared_ptr<TensorBlock> overwrite) override;
@@ -348,6 +349,7 @@ class CudaLayer final : public DeviceLayer, public std::enable_shared_from_this<
     return at.is_cuda() ? 1 + static_cast<std::size_t>(at.cuda_index()) : 0;
   }
 
+  const CudaLayerOptions options_;
   mutable std::mutex mutex_;
   std::array<std::shared_ptr<Staging>, kMaxDevices> staging_;  // of each device
   std::array<std::shared_ptr<RangeMemory>, 1 + kMaxDevices>
@@ -452,6 +454,17 @@ DeviceLayer::Room CudaLayer::take_room(std::shared_ptr<const TensorLayout> layou
           std::move(allocation.after)};
 }
 
+void CudaLayer::refuse_while_capturing(Location at, const std::optional<Stream>& stream,
+                                       std::string_view what) const {
+  if (is_orphan()) {
+    return;
+  }
+  refuse_while_caller_captures(at, what);
+  if (stream.has_value()) {
+    refuse_captured(handle_of(*stream), stream->device, what);
+  }
+}
+
 bool CudaLayer::end_use(const TensorBlock& block, const LastUses& uses) {
   return (block.is_packed() && block.pack_data() == nullptr) || RangeMemory::end_use(block, uses);
 }
@@ -467,7 +480,7 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
   Enqueuing copy = route.begin();
   (void)add_pieces(source, *room.block, copy.pieces);
   copy.after.append(room.after.begin(), room.after.end());
-  copy.after.push_back(request.source_ready);
+  copy.sources.push_back(request.source_ready);
   try {
     const NvtxRange range(route.label());
     if (request.ahead_of_need && !request.stream.has_value() && !copy.pieces.empty() &&
@@ -475,10 +488,11 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
       result.put_off = true;
       result.ready = std::make_shared<PacedCopy>(
           copy.streams.events, route.ahead_lane(), route.lane().stream, std::move(copy.pieces),
-          std::vector<FencePtr>(copy.after.begin(), copy.after.end()), copy.peers);
+          request.source_ready, std::vector<FencePtr>(copy.after.begin(), copy.after.end()),
+          copy.peers, static_cast<std::size_t>(options_.prefetch_chunk.count()));
     } else if (request.stream.has_value()) {
       const cudaStream_t stream = handle_of(*request.stream);
-      residency::refuse_while_capturing(stream, route.device(), "nothing is moved");
+      refuse_captured(stream, route.device(), "nothing is moved");
       result.ready = copy.enqueue_on(stream);
     } else {
       result.ready = copy.enqueue_on(route.lane().stream);
@@ -540,13 +554,16 @@ bool CudaLayer::copy_staged(const TensorBlock& on_device, bool to_device, const 
   direction.stream = stream.has_value() ? handle_of(*stream)
                      : to_device        ? streams.staged_in
                                         : streams.staged_out;
+  if (stream.has_value()) {
+    refuse_captured(direction.stream, device, "nothing is moved");
+  }
   direction.events = streams.events.get();
   direction.may_fill_gaps = on_device.is_packed();
   direction.gives_way = !signals.needed_now;
   const std::vector<iovec> runs = on_device.storages();
   const bool in_chunks = direction.gives_way || host.is_slow;
   const std::vector<iovec> chunk =
-      next_of(runs, progress.done, in_chunks ? kStagedChunkBytes : total_of(runs));
+      next_of(runs, progress.done, in_chunks ? options_.prefetch_chunk : total_of(runs));
   std::optional<std::int64_t> device_ns;
   if (!staging_of(device)->copy(chunk, host.transfer, direction, signals.abandon, device_ns)) {
     return false;
@@ -572,9 +589,7 @@ FencePtr CudaLayer::record_use(const Stream& stream) {
       return fence;
     }
   } catch (const DeviceLostError&) {
-    auto done = std::make_shared<Fence>();  // it uses nothing any more
-    done->complete();
-    return done;
+    return Fence::done();  // it uses nothing any more
   }
   throw CaptureError(
       fmt::format("no use is recorded: a stream of {} is being captured into a graph",
@@ -588,8 +603,7 @@ void CudaLayer::wait(const Stream& stream, const FencePtr& fence) {
   refuse_in_forked_child();
   const cudaStream_t handle = handle_of(stream);
   const OnDevice current(stream.device);
-  residency::refuse_while_capturing(handle, stream.device,
-                                    "what is not ready cannot be waited for");
+  refuse_captured(handle, stream.device, "what is not ready cannot be waited for");
   const RelaxedCapture relaxed;
   (void)wait_on_stream(handle, fence, stream.device);
 }
@@ -650,8 +664,12 @@ bool CudaLayer::trim() noexcept {
 
 }  // namespace
 
-std::shared_ptr<DeviceLayer> make_cuda_layer() {
-  return std::make_shared<CudaLayer>();
+std::shared_ptr<DeviceLayer> make_cuda_layer(const CudaLayerOptions& options) {
+  if (options.prefetch_chunk <= Bytes()) {
+    throw std::invalid_argument(
+        fmt::format("make_cuda_layer: a prefetch_chunk of {} B", options.prefetch_chunk.count()));
+  }
+  return std::make_shared<CudaLayer>(options);
 }
 
 }  // namespace residency

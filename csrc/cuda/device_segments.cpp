@@ -43,11 +43,13 @@ void DeviceSegments::give_back(void* data, Bytes, const std::vector<FencePtr>& a
     const RelaxedCapture relaxed;
     const OnDevice current(location_);
     for (const FencePtr& fence : after) {
-      (void)wait_on_stream(streams.arena, fence, location_);
+      (void)come_after(streams.arena, fence, location_);
     }
   } catch (...) {
     wait_all(after);  // some may not be enqueued yet
-    synchronize_device(location_);
+    if (!synchronize_device(location_)) {
+      return;  // the next to have it would not come after its uses: nobody gets it
+    }
   }
   try {
     c10::cuda::CUDACachingAllocator::raw_delete(data);
@@ -56,8 +58,8 @@ void DeviceSegments::give_back(void* data, Bytes, const std::vector<FencePtr>& a
   }
 }
 
-void DeviceSegments::wait_for_others() noexcept {
-  synchronize_device(location_);
+bool DeviceSegments::wait_for_others() noexcept {
+  return synchronize_device(location_);
 }
 
 std::vector<Stream> DeviceSegments::current_streams() {

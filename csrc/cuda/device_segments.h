@@ -30,7 +30,7 @@ class DeviceSegments final : public SegmentSource {
   [[nodiscard]] c10::Device device() const override;
   [[nodiscard]] std::vector<Stream> current_streams() override;
   [[nodiscard]] FencePtr record(const Stream& stream) override;
-  void wait_for_others() noexcept override;
+  [[nodiscard]] bool wait_for_others() noexcept override;
   [[nodiscard]] bool keeps_empty_segments() const override { return false; }
 
  private:

@@ -88,17 +88,20 @@ cudaError_t EventFence::record_on(cudaStream_t stream) noexcept {
   if (error != cudaSuccess) {
     (void)cudaGetLastError();
     if (is_lost(error)) {
-      fail(error);
+      fail_as_lost(error);
     }
   }
   return error;
 }
 
-void EventFence::fail(cudaError_t error) const noexcept {
-  if (is_lost(error)) {
-    note_lost(pool_->device());
-  }
-  error_.store(error, std::memory_order_relaxed);
+void EventFence::fail_as_lost(cudaError_t answer) const noexcept {
+  note_lost(pool_->device());
+  error_.store(answer, std::memory_order_relaxed);
+  status_.store(FenceStatus::kFailed, std::memory_order_release);
+}
+
+void EventFence::fail(std::exception_ptr why) noexcept {
+  why_ = std::move(why);
   status_.store(FenceStatus::kFailed, std::memory_order_release);
 }
 
@@ -118,7 +121,7 @@ FenceStatus EventFence::settle(cudaError_t answer) const noexcept {
   if (answer == cudaSuccess) {
     status_.store(FenceStatus::kDone, std::memory_order_release);
   } else if (is_lost(answer)) {
-    fail(answer);
+    fail_as_lost(answer);
   }
   // Otherwise it is not ready, or a call failed, which says nothing of it.
   return status_.load(std::memory_order_relaxed);
@@ -154,8 +157,7 @@ void EventFence::wait() {
     return settle(answer) != FenceStatus::kPending;
   };
   if (!try_for_a_second(attempt)) {
-    note_lost(pool_->device());  // what it has in flight can never be known to be over
-    fail(answer);
+    fail_as_lost(answer);  // what it has in flight can never be known to be over
   }
 }
 
@@ -180,6 +182,9 @@ std::exception_ptr EventFence::error() const {
   }
   if (poll() != FenceStatus::kFailed) {
     return nullptr;
+  }
+  if (why_ != nullptr) {
+    return why_;
   }
   const cudaError_t error = error_.load(std::memory_order_relaxed);
   return std::make_exception_ptr(DeviceLostError(
@@ -244,6 +249,10 @@ bool wait_on_stream(cudaStream_t stream, const FencePtr& fence, Location device)
     check_cuda(cudaStreamWaitEvent(stream, point, 0), device, "cudaStreamWaitEvent");
   }
   return false;
+}
+
+bool come_after(cudaStream_t stream, const FencePtr& fence, Location device) {
+  return is_pending(fence) && wait_on_stream(stream, fence, device);
 }
 
 }  // namespace residency

@@ -64,8 +64,8 @@ class EventFence final : public StreamFence {
   [[nodiscard]] cudaError_t record() noexcept { return record_on(stream_); }
   /// The same in another stream of the device than it was prepared for.
   [[nodiscard]] cudaError_t record_on(cudaStream_t stream) noexcept;
-  /// Instead of `record`, when what it is to stand behind could not be enqueued.
-  void fail(cudaError_t error) const noexcept;
+  /// Instead of `record`, once, when what it is to stand behind could not be enqueued.
+  void fail(std::exception_ptr why) noexcept;
 
   ~EventFence() override;
   [[nodiscard]] FenceStatus poll() const noexcept override;
@@ -86,6 +86,7 @@ class EventFence final : public StreamFence {
   EventFence(std::shared_ptr<EventPool> pool, cudaStream_t stream, cudaEvent_t begin,
              cudaEvent_t end);
   FenceStatus settle(cudaError_t answer) const noexcept;
+  void fail_as_lost(cudaError_t answer) const noexcept;
 
   const std::shared_ptr<EventPool> pool_;
   cudaStream_t stream_;
@@ -93,7 +94,8 @@ class EventFence final : public StreamFence {
   const cudaEvent_t end_;
   const std::uint64_t generation_;
   mutable std::atomic<FenceStatus> status_{FenceStatus::kPending};
-  mutable std::atomic<cudaError_t> error_{cudaSuccess};
+  mutable std::atomic<cudaError_t> error_{cudaSuccess};  // with which the device was lost
+  std::exception_ptr why_;                               // it was not recorded
 };
 
 /// Fences of several copies that lie before one point. Each has its share of the time, by bytes.
@@ -119,5 +121,7 @@ class FenceParts : public std::enable_shared_from_this<FenceParts> {
 /// event. Returns whether the host waited. Throws what `throw_cuda_error` throws, and why the fence
 /// failed.
 bool wait_on_stream(cudaStream_t stream, const FencePtr& fence, Location device);
+/// The same where it matters only that the work is over, and not how it ended.
+bool come_after(cudaStream_t stream, const FencePtr& fence, Location device);
 
 }  // namespace residency

@@ -11,7 +11,7 @@
 
 namespace residency {
 
-bool AheadLane::has_room() noexcept {
+bool AheadLane::has_room(std::size_t chunk_bytes) noexcept {
   while (!outstanding.empty() && !is_pending(outstanding.front().done)) {
     outstanding.pop_front();
   }
@@ -19,17 +19,20 @@ bool AheadLane::has_room() noexcept {
   for (const Chunk& chunk : outstanding) {
     cost += chunk.cost;
   }
-  return cost <= PacedCopy::kChunkBytes;
+  return cost <= chunk_bytes;
 }
 
 PacedCopy::PacedCopy(std::shared_ptr<EventPool> pool, AheadLane& ahead, cudaStream_t needed_now,
-                     Pieces pieces, std::vector<FencePtr> after, std::optional<Peers> peers)
+                     Pieces pieces, FencePtr source_ready, std::vector<FencePtr> after,
+                     std::optional<Peers> peers, std::size_t chunk_bytes)
     : pool_(std::move(pool)),
       ahead_(ahead),
       needed_now_(needed_now),
       peers_(peers),
+      chunk_bytes_(chunk_bytes),
       pieces_(std::move(pieces)),
       after_(std::move(after)) {
+  after_.insert(after_.begin(), std::move(source_ready));
   begin_ = pool_->take();
   fence_ = EventFence::prepare(pool_, ahead.stream, begin_);
 }
@@ -120,8 +123,8 @@ void PacedCopy::enqueue_in_needed_now() {
 }
 
 void PacedCopy::wait_in(cudaStream_t stream) {
-  for (const FencePtr& fence : after_) {
-    (void)wait_on_stream(stream, fence, pool_->device());
+  for (std::size_t i = 0; i < after_.size(); ++i) {
+    (void)(i == 0 ? wait_on_stream : come_after)(stream, after_[i], pool_->device());
   }
 }
 
@@ -135,8 +138,8 @@ void PacedCopy::record_begin(cudaStream_t stream) {
 std::size_t PacedCopy::enqueue_chunk(cudaStream_t stream) {
   Pieces chunk;
   std::size_t cost = 0;
-  for (std::size_t i = next_; i != pieces_.size() && cost < kChunkBytes; ++i) {
-    const std::size_t nbytes = std::min(pieces_[i].nbytes, kChunkBytes - cost);
+  for (std::size_t i = next_; i != pieces_.size() && cost < chunk_bytes_; ++i) {
+    const std::size_t nbytes = std::min(pieces_[i].nbytes, chunk_bytes_ - cost);
     chunk.push_back({pieces_[i].to, pieces_[i].from, nbytes});
     cost += std::max(nbytes, kLeastCost);
   }
@@ -162,7 +165,7 @@ bool PacedCopy::is_turn() noexcept {
   if (is_needed_now_) {
     return true;  // it was tried, and is in no lane's order any more
   }
-  if (ahead_.queue.front() != this || !ahead_.has_room()) {
+  if (ahead_.queue.front() != this || !ahead_.has_room(chunk_bytes_)) {
     return false;
   }
   const std::lock_guard lock(mutex_);
@@ -220,8 +223,8 @@ void PacedCopy::note_failure() noexcept {
   failure_ = failure;
   try {
     throw;
-  } catch (const DeviceLostError&) {
-    fence_->fail(cudaErrorDevicesUnavailable);
+  } catch (const DeviceLostError&) {  // or that of a source at another
+    fence_->fail(failure);
     is_recorded_ = true;
   } catch (...) {
     // Whoever waits tries again.
@@ -229,22 +232,25 @@ void PacedCopy::note_failure() noexcept {
 }
 
 bool PacedCopy::pace(bool at_once) noexcept {
-  constexpr int kMostFailures = 20'000;     // a second or more
-  constexpr int kMostFailuresAtOnce = 100;  // where there is no more time for it
+  constexpr int kMostFailuresAtOnce = 100;  // where there is no time for more
   const std::lock_guard lock(ahead_.mutex);
   ahead_.queue.splice(ahead_.queue.end(), node_);
   while (!is_recorded_ && !(at_once && num_failed_ >= kMostFailuresAtOnce)) {
     if (!at_once && !is_turn()) {
       return false;
     }
-    if (num_failed_ >= kMostFailures) {
-      give_up();
-      break;
+    if (enqueue_next(at_once)) {
+      num_failed_ = 0;
+      continue;
     }
-    if (!enqueue_next(at_once)) {
-      ++num_failed_;
+    const auto now = std::chrono::steady_clock::now();
+    if (num_failed_++ == 0) {
+      failing_since_ = now;
+    }
+    if (now - failing_since_ < kLongEnough) {
       return false;
     }
+    give_up(why_not_yet());
   }
   node_.splice(node_.end(), ahead_.queue, place_);
   return true;
@@ -274,10 +280,11 @@ void PacedCopy::make_certain() {
     return is_recorded_.load();
   };
   if (!try_for_a_second(attempt)) {
+    const std::exception_ptr why = why_not_yet();
     try {
-      visit_in_order([](PacedCopy& each) { each.give_up(); });
+      visit_in_order([&](PacedCopy& each) { each.give_up(why); });
     } catch (...) {
-      give_up();  // no memory to remember the order in
+      give_up(why);  // no memory to remember the order in
     }
   }
 }
@@ -288,14 +295,15 @@ void PacedCopy::wait() {
 }
 
 std::exception_ptr PacedCopy::error() const {
-  if (poll() != FenceStatus::kFailed) {
-    return nullptr;
-  }
-  const std::lock_guard lock(mutex_);
-  return failure_ != nullptr ? failure_ : fence_->error();
+  return poll() == FenceStatus::kFailed ? fence_->error() : nullptr;
 }
 
-void PacedCopy::give_up() noexcept {
+std::exception_ptr PacedCopy::why_not_yet() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void PacedCopy::give_up(const std::exception_ptr& why) noexcept {
   std::vector<FencePtr> over;  // dies without the mutex
   const std::lock_guard lock(mutex_);
   if (is_recorded_) {
@@ -308,7 +316,7 @@ void PacedCopy::give_up() noexcept {
   num_over_ = 0;
   drain(ahead_.stream, pool_->device());
   drain(needed_now_, pool_->device());
-  fence_->fail(cudaErrorNotReady);
+  fence_->fail(why);
   is_recorded_ = true;
 }
 

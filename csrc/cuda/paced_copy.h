@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <deque>
 #include <list>
@@ -30,8 +31,9 @@ struct AheadLane {
   };
   std::deque<Chunk> outstanding;
 
-  /// For one more chunk: not more than two are outstanding, in bytes. The mutex is held.
-  [[nodiscard]] bool has_room() noexcept;
+  /// For one more chunk of so many bytes: not more than two of them are outstanding. The mutex is
+  /// held.
+  [[nodiscard]] bool has_room(std::size_t chunk_bytes) noexcept;
 };
 
 /// A copy ahead of need. A worker enqueues it chunk by chunk, and never so much at once that a copy
@@ -42,16 +44,16 @@ struct AheadLane {
 /// Mutexes are taken in this order: the ahead lane's, one copy's.
 class PacedCopy final : public StreamFence {
  public:
-  static constexpr std::size_t kChunkBytes = std::size_t{16} << 20;
   /// What a piece counts for at least: a tiny copy takes the time of so many bytes (1 us or so),
   /// and a stream takes a thousand or so without making the host wait.
   static constexpr std::size_t kLeastCost = std::size_t{64} << 10;
 
-  /// `needed_now`: the stream of what is needed now in the same direction of the device. `after`:
-  /// what it comes behind. There is a piece. Their device must be the current one. Throws what
-  /// `throw_cuda_error` throws.
+  /// `needed_now`: the stream of what is needed now in the same direction of the device. It comes
+  /// behind `source_ready`, and fails with that, and behind `after`, however those end. There is a
+  /// piece. Their device must be the current one. Throws what `throw_cuda_error` throws.
   PacedCopy(std::shared_ptr<EventPool> pool, AheadLane& ahead, cudaStream_t needed_now,
-            Pieces pieces, std::vector<FencePtr> after, std::optional<Peers> peers);
+            Pieces pieces, FencePtr source_ready, std::vector<FencePtr> after,
+            std::optional<Peers> peers, std::size_t chunk_bytes);
   ~PacedCopy() override;
 
   /// Enqueues what there is room for, once those before it in the lane are enqueued and what it
@@ -107,26 +109,29 @@ class PacedCopy final : public StreamFence {
   /// Of the exception that is being handled. The copy's mutex is not held.
   void note_failure() noexcept;
   /// As failed. Waits on the host for what is in flight of it, and for what that comes behind.
-  void give_up() noexcept;
+  void give_up(const std::exception_ptr& why) noexcept;
+  [[nodiscard]] std::exception_ptr why_not_yet() const noexcept;
 
   const std::shared_ptr<EventPool> pool_;
   AheadLane& ahead_;
   const cudaStream_t needed_now_;
   const std::optional<Peers> peers_;
+  const std::size_t chunk_bytes_;
   std::shared_ptr<EventFence> fence_;
 
   // These are guarded by the ahead lane's mutex.
   std::list<PacedCopy*> node_{this};  // the lane's queue has it instead until `pace` is through
   const std::list<PacedCopy*>::iterator place_ = node_.begin();
   int num_failed_ = 0;
+  std::chrono::steady_clock::time_point failing_since_;
 
   mutable std::mutex mutex_;     // guards the rest
   cudaEvent_t begin_ = nullptr;  // the fence's; null once it is recorded
   Pieces pieces_;
-  std::size_t next_ = 0;  // of the pieces, the first that is not wholly enqueued: its rest
-  std::vector<FencePtr> after_;
-  std::size_t num_over_ = 0;                // of those, the first
-  bool is_ahead_ = false;                   // some of it is in the ahead lane, or may be
+  std::size_t next_ = 0;         // of the pieces, the first that is not wholly enqueued: its rest
+  std::vector<FencePtr> after_;  // the first is what brings the source
+  std::size_t num_over_ = 0;     // of those, the first
+  bool is_ahead_ = false;        // some of it is in the ahead lane, or may be
   std::atomic<bool> is_needed_now_{false};  // the rest goes to that stream
   std::atomic<bool> is_recorded_{false};    // all is enqueued, or it was given up
   std::exception_ptr failure_;              // why it is not enqueued yet

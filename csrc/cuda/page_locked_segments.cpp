@@ -171,10 +171,12 @@ void PageLockedSegments::give_back(void* data, Bytes nbytes,
   ::munmap(data, static_cast<std::size_t>(nbytes.count()));
 }
 
-void PageLockedSegments::wait_for_others() noexcept {
+bool PageLockedSegments::wait_for_others() noexcept {
+  bool is_over = true;
   for (const Location device : devices_in_use()) {
-    synchronize_device(device);
+    is_over &= synchronize_device(device);
   }
+  return is_over;
 }
 
 std::vector<Stream> PageLockedSegments::current_streams() {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <vector>
 
 #include "csrc/cuda/range_memory.h"
@@ -30,7 +29,7 @@ class PageLockedSegments final : public SegmentSource {
   [[nodiscard]] c10::Device device() const override { return c10::Device(c10::kCPU); }
   [[nodiscard]] std::vector<Stream> current_streams() override;
   [[nodiscard]] FencePtr record(const Stream& stream) override;
-  void wait_for_others() noexcept override;
+  [[nodiscard]] bool wait_for_others() noexcept override;
   [[nodiscard]] bool keeps_empty_segments() const override { return true; }
 
   /// What more this process may lock: the least of RLIMIT_MEMLOCK and of the memory limits of its

@@ -10,13 +10,6 @@
 #include "csrc/core/fork.h"
 
 namespace residency {
-namespace {
-
-bool any_pending(const std::vector<FencePtr>& fences) noexcept {
-  return std::any_of(fences.begin(), fences.end(), is_pending);
-}
-
-}  // namespace
 
 RangeMemory::RangeMemory(std::unique_ptr<SegmentSource> source, Bytes alignment)
     : source_(std::move(source)), generation_(device_generation()), ranges_(alignment) {}
@@ -285,7 +278,7 @@ bool RangeMemory::add_uses_by_others(Live& live, std::vector<FencePtr>& fences) 
       fences.push_back(std::move(fence));
     }
   } catch (...) {
-    source_->wait_for_others();
+    return source_->wait_for_others();
   }
   return true;
 }
@@ -298,7 +291,7 @@ void RangeMemory::set_aside(std::unique_ptr<Live> live) noexcept {
 }
 
 void RangeMemory::free_what_is_set_aside() noexcept {
-  if (!any_aside_.exchange(false)) {
+  if (!any_aside_.load() || !any_aside_.exchange(false)) {
     return;
   }
   std::unique_ptr<Live> aside;

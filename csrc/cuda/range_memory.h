@@ -44,8 +44,8 @@ class SegmentSource {
   [[nodiscard]] virtual std::vector<Stream> current_streams() = 0;
   /// A fence behind what a stream was given; null while it is being captured.
   [[nodiscard]] virtual FencePtr record(const Stream& stream) = 0;
-  /// Waits on the host for that, where no fence was to be had.
-  virtual void wait_for_others() noexcept = 0;
+  /// Waits on the host for that, where no fence was to be had. Whether it is over.
+  [[nodiscard]] virtual bool wait_for_others() noexcept = 0;
   /// Whether a segment that has become empty is kept until `trim`.
   [[nodiscard]] virtual bool keeps_empty_segments() const = 0;
 };
@@ -116,8 +116,8 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   static void free_context(void* live) noexcept;
   [[nodiscard]] static Live* live_of(const Block& block) noexcept;
   void free(std::unique_ptr<Live> live) noexcept;
-  /// Adds fences behind what others did with it. False while one of their streams is being
-  /// captured.
+  /// Adds fences behind what others did with it. False while that cannot be known: one of their
+  /// streams is being captured.
   [[nodiscard]] bool add_uses_by_others(Live& live, std::vector<FencePtr>& fences) noexcept;
   void set_aside(std::unique_ptr<Live> live) noexcept;
   void free_what_is_set_aside() noexcept;

@@ -32,13 +32,16 @@ inline void check_cuda(cudaError_t error, Location device, const char* call) {
   }
 }
 
-/// Calls `attempt` until it returns true, for a second: a call that fails without a device being
-/// lost has another chance, but not for ever, as what the caller would wait for may never come.
+/// For calls that fail without a device being lost: they have another chance, but not for ever, as
+/// what the caller would wait for may never come.
+inline constexpr auto kLongEnough = std::chrono::seconds(1);
+
+/// Calls `attempt` until it returns true, for a second.
 template <class Attempt>
 bool try_for_a_second(const Attempt& attempt) {
-  constexpr int kMostTries = 1000;
-  for (int i = 0; !attempt(); ++i) {
-    if (i == kMostTries) {
+  const auto until = std::chrono::steady_clock::now() + kLongEnough;
+  while (!attempt()) {
+    if (std::chrono::steady_clock::now() > until) {
       return false;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

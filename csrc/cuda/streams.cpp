@@ -80,7 +80,13 @@ bool synchronize_device(Location device) noexcept {
 }
 
 void drain(cudaStream_t stream, Location device) noexcept {
+  const RelaxedCapture relaxed;
   const bool is_over = try_for_a_second([&] {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+        status != cudaStreamCaptureStatusNone) {
+      return synchronize_device(device);  // to wait for the stream itself would end the capture
+    }
     const cudaError_t error = cudaStreamSynchronize(stream);
     if (error != cudaSuccess) {
       (void)cudaGetLastError();
@@ -133,9 +139,7 @@ FencePtr record_stream(const Stream& stream) {
       throw UnavailableError(fmt::format(
           "a stream of {} was destroyed, and the device cannot be waited for", to_string(device)));
     }
-    auto done = std::make_shared<Fence>();
-    done->complete();
-    return done;
+    return Fence::done();
   }
   const RelaxedCapture relaxed;
   return is_capturing(handle, device) ? nullptr : EventFence::record(streams.events, handle);

@@ -48,7 +48,7 @@ struct DeviceStreams {
 /// Throws what `throw_cuda_error` throws, `ForkError` in a child of the process that made them.
 [[nodiscard]] DeviceStreams& streams_of(Location device);
 /// Waits on the host for all of a device's work; a lost one has none. Whether that is over.
-bool synchronize_device(Location device) noexcept;
+[[nodiscard]] bool synchronize_device(Location device) noexcept;
 /// Waits on the host for what a stream was given, when one of its calls has failed: nothing of that
 /// may be in flight when it is told. A device that does not answer within a second is lost.
 void drain(cudaStream_t stream, Location device) noexcept;

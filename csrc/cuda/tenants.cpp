@@ -39,21 +39,43 @@ struct Departure {
   Handle handle;
 };
 
-/// With the mutex held.
-std::vector<Departure> choose(const Process& all, Location device, Bytes needed) {
-  std::vector<Departure> candidates;
-  std::vector<Bytes> costs;
-  std::vector<std::uintptr_t> beginnings;
+/// Who may have something at a device. It may turn out to be the last to refer to them: then they
+/// die with it, which must not be under the mutex.
+struct Present {
+  std::vector<std::shared_ptr<Reclaimer>> reclaimers;
   std::vector<std::shared_ptr<RangeMemory>> memories;
-  for (const Tenant& tenant : all.tenants) {
-    const std::shared_ptr<Reclaimer> reclaimer = tenant.reclaimer.lock();
-    const auto memory = reclaimer != nullptr ? tenant.find_memory(device) : nullptr;
+};
+
+Present present_at(Location device) {
+  std::vector<Tenant> tenants;
+  {
+    Process& all = process();
+    const std::lock_guard lock(all.mutex);
+    tenants = all.tenants;
+  }
+  Present present;
+  for (const Tenant& tenant : tenants) {
+    auto reclaimer = tenant.reclaimer.lock();
+    auto memory = reclaimer != nullptr ? tenant.find_memory(device) : nullptr;
     if (memory == nullptr) {
       continue;
     }
-    if (std::find(memories.begin(), memories.end(), memory) == memories.end()) {
-      memories.push_back(memory);
+    present.reclaimers.push_back(std::move(reclaimer));
+    if (std::find(present.memories.begin(), present.memories.end(), memory) ==
+        present.memories.end()) {
+      present.memories.push_back(std::move(memory));
     }
+  }
+  return present;
+}
+
+/// With the mutex held.
+std::vector<Departure> choose(const Process& all, const Present& present, Location device,
+                              Bytes needed) {
+  std::vector<Departure> candidates;
+  std::vector<Bytes> costs;
+  std::vector<std::uintptr_t> beginnings;
+  for (const std::shared_ptr<Reclaimer>& reclaimer : present.reclaimers) {
     for (const Evictable& each : reclaimer->evictable(device)) {
       if (each.ranges.size() != 0 && !all.leaving.contains(each.handle)) {
         candidates.push_back({reclaimer, each.handle});
@@ -64,7 +86,7 @@ std::vector<Departure> choose(const Process& all, Location device, Bytes needed)
   }
   std::vector<RangeMemory::Emptiable> segments;
   std::vector<CoverItem> items;
-  for (const auto& memory : memories) {
+  for (const auto& memory : present.memories) {
     for (RangeMemory::Emptiable& segment : memory->emptiable(beginnings)) {
       CoverItem item{segment.nbytes, {}, segment.leaving.size()};
       for (const std::size_t candidate : segment.leaving) {
@@ -84,6 +106,42 @@ std::vector<Departure> choose(const Process& all, Location device, Bytes needed)
   return departures;
 }
 
+/// Values that nobody else chooses to have leave, for as long as this lives.
+class Leaving {
+ public:
+  Leaving(const Present& present, Location device, Bytes needed) {
+    Process& all = process();
+    const std::lock_guard lock(all.mutex);
+    departures_ = choose(all, present, device, needed);
+    try {
+      for (const Departure& each : departures_) {
+        all.leaving.insert(each.handle);
+      }
+    } catch (...) {
+      forget(all);
+      throw;
+    }
+  }
+  Leaving(const Leaving&) = delete;
+  Leaving& operator=(const Leaving&) = delete;
+  ~Leaving() {
+    Process& all = process();
+    const std::lock_guard lock(all.mutex);
+    forget(all);
+  }
+
+  [[nodiscard]] const std::vector<Departure>& departures() const noexcept { return departures_; }
+
+ private:
+  void forget(Process& all) noexcept {
+    for (const Departure& each : departures_) {
+      all.leaving.erase(each.handle);
+    }
+  }
+
+  std::vector<Departure> departures_;
+};
+
 }  // namespace
 
 void add_tenant(std::function<std::shared_ptr<RangeMemory>(Location)> find_memory,
@@ -99,22 +157,11 @@ void add_tenant(std::function<std::shared_ptr<RangeMemory>(Location)> find_memor
 }
 
 std::uint64_t evict_for(Location device, Bytes needed, const std::string& why) {
-  Process& all = process();
-  std::vector<Departure> departures;
-  {
-    const std::lock_guard lock(all.mutex);
-    departures = choose(all, device, needed);
-    for (const Departure& each : departures) {
-      all.leaving.insert(each.handle);
-    }
-  }
+  const Present present = present_at(device);
+  const Leaving leaving(present, device, needed);
   std::uint64_t num_left = 0;
-  for (const Departure& each : departures) {
+  for (const Departure& each : leaving.departures()) {
     num_left += each.reclaimer->evict(each.handle, device, why) ? 1U : 0U;
-  }
-  const std::lock_guard lock(all.mutex);
-  for (const Departure& each : departures) {
-    all.leaving.erase(each.handle);
   }
   return num_left;
 }

@@ -143,7 +143,7 @@ bool AddressSpace::insert_if_free(const Range& range) {
   return true;
 }
 
-std::optional<Range> AddressSpace::find(const void* address) const {
+const Range* AddressSpace::look_up(const void* address) const {
   uintptr_t at = reinterpret_cast<uintptr_t>(address);
   // Copies mostly go between the same two, and a lookup in a driver costs next to nothing.
   struct Recent {
@@ -155,16 +155,22 @@ std::optional<Range> AddressSpace::find(const void* address) const {
   uint64_t epoch = epoch_.load();
   if (recent.epoch != epoch) recent = {.epoch = epoch};
   for (const Range& range : recent.ranges) {
-    if (range.base <= at && at < range.end()) return range;
+    if (range.base <= at && at < range.end()) return &range;
   }
   std::shared_lock lock(ranges_mutex_);
   auto after = ranges_.upper_bound(at);
-  if (after == ranges_.begin()) return std::nullopt;
+  if (after == ranges_.begin()) return nullptr;
   const Range& range = std::prev(after)->second;
-  if (at >= range.end()) return std::nullopt;
-  recent.ranges[recent.next] = range;
+  if (at >= range.end()) return nullptr;
+  Range& kept = recent.ranges[recent.next];
+  kept = range;
   recent.next = 1 - recent.next;
-  return range;
+  return &kept;
+}
+
+std::optional<Range> AddressSpace::find(const void* address) const {
+  const Range* range = look_up(address);
+  return range != nullptr ? std::optional(*range) : std::nullopt;
 }
 
 std::optional<Range> AddressSpace::take(const void* base, RangeKind kind) {
@@ -178,10 +184,12 @@ std::optional<Range> AddressSpace::take(const void* base, RangeKind kind) {
 }
 
 std::optional<Range> AddressSpace::cover(const void* address, uint64_t num_bytes) const {
-  std::optional<Range> first = find(address);
-  if (!first) return std::nullopt;
+  const Range* found = look_up(address);
+  if (found == nullptr) return std::nullopt;
   uintptr_t end = reinterpret_cast<uintptr_t>(address) + num_bytes;
-  Range range = *first;
+  if (end <= found->end()) return *found;
+  Range first = *found;
+  Range range = first;
   while (range.end() < end) {
     std::optional<Range> next = find(reinterpret_cast<void*>(range.end()));
     if (range.kind != RangeKind::kMapped || !next || next->kind != RangeKind::kMapped) {

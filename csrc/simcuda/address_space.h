@@ -90,6 +90,9 @@ class AddressSpace {
   void reset_usage(Device& device);
 
  private:
+  // What `find` finds, as this thread keeps it: valid until it has looked up two others.
+  const Range* look_up(const void* address) const;
+
   const bool dry_;
   uintptr_t window_ = 0;
   uint64_t window_bytes_ = 0;

@@ -288,7 +288,9 @@ cudaError_t copy_each(StreamPtr& stream, const std::vector<CopyRequest>& request
       if (cudaError_t error = copy(stream, requests[i++])) return error;
       continue;
     }
-    std::vector<CopyRequest> together = {requests[i]};
+    std::vector<CopyRequest> together;
+    together.reserve(requests.size() - i);
+    together.push_back(requests[i]);
     while (++i < requests.size()) {
       std::optional<Route> next = find_route(requests[i]);
       if (!next || *next != *route || !is_plain_transfer(requests[i], *next)) break;

@@ -23,7 +23,8 @@ namespace residency {
 /// `residency::cuda`; without it the backend has neither.
 ///
 /// Thread-safe as `Backend` is. Every call leaves the caller's current device and stream as they
-/// were, and none waits on the host for the device unless it says so.
+/// were, and none waits on the host for a device unless it says so. What comes behind a fence that
+/// is not `Fence::on_stream`, a thread's, waits on the host for that.
 class RESIDENCY_API DeviceLayer {
  public:
   DeviceLayer();
@@ -55,7 +56,8 @@ class RESIDENCY_API DeviceLayer {
                                                       std::span<const MemoryStep> steps) const = 0;
   /// Page-locked memory that the staged copies of a device share. Pure query.
   [[nodiscard]] virtual Bytes staging_bytes() const = 0;
-  /// While it is held, that memory of a device stays from when a copy first needs it.
+  /// While it is held, that memory of a device stays from when a copy first needs it. Pure query
+  /// but for `ForkError`.
   [[nodiscard]] virtual std::shared_ptr<void> hold_staging(Location device) = 0;
 
   struct Room {
@@ -63,12 +65,15 @@ class RESIDENCY_API DeviceLayer {
     /// The first write into the block must come after these.
     std::vector<FencePtr> after;
   };
-  /// A pack, not initialized, in memory that earlier users may not have finished with. Throws
-  /// `c10::OutOfMemoryError`, `PageLockError`, `CaptureError`, `DeviceLostError`.
+  /// A pack, not initialized, in memory that earlier users may not have finished with. Where there
+  /// is no free memory the host may wait: for slabs that are unlocked, and for the copies of what
+  /// the allocator plugin evicts. Throws `c10::OutOfMemoryError`, `PageLockError`, `CaptureError`,
+  /// `DeviceLostError`, `UnavailableError`.
   [[nodiscard]] virtual Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) = 0;
-  /// Throws `CaptureError` with `what` while the calling thread captures a graph: then nothing is
-  /// freed, page-locked or waited for.
-  virtual void refuse_while_capturing(Location at, std::string_view what) const = 0;
+  /// Throws `CaptureError` with `what` while the calling thread captures a graph, on a current
+  /// stream of its or on `stream`: then nothing is freed, page-locked or waited for.
+  virtual void refuse_while_capturing(Location at, const std::optional<Stream>& stream,
+                                      std::string_view what) const = 0;
   struct LastUses {
     std::vector<FencePtr> last_uses;
     /// Somebody besides the manager has the memory, and may use it until it is freed, on the stream
@@ -82,8 +87,10 @@ class RESIDENCY_API DeviceLayer {
   /// Copies between two blocks of which each is at a device or in page-locked memory, and at least
   /// one at a device: into a new pack, or into `overwrite`. Enqueued on the request's stream, or on
   /// the layer's own of the device and direction, behind `source_ready` and `overwrite_after`;
-  /// ahead of need by `pace`, or when its fence is waited for. Throws, with nothing of it in
-  /// flight, what `allocate` throws, and `TransferError`.
+  /// ahead of need by `pace`, or when its fence is waited for. How `overwrite_after` ended does not
+  /// matter; where `source_ready` has failed so does the copy. Throws, with nothing of it in
+  /// flight, what `allocate` throws, and `TransferError`; `std::invalid_argument` for a stream that
+  /// is none.
   [[nodiscard]] virtual CopyResult copy(const CopyRequest& request, const TensorBlock& source,
                                         std::shared_ptr<TensorBlock> overwrite) = 0;
   /// As `Backend::copy_all`: several such copies of `TensorBlock`s into new packs, on the layer's
@@ -91,9 +98,9 @@ class RESIDENCY_API DeviceLayer {
   [[nodiscard]] virtual std::exception_ptr copy_all(std::span<const CopyRequest> requests,
                                                     std::vector<CopyResult>& results) = 0;
   /// Enqueues what there is room for of a copy of which `copy` was told that it is ahead of need,
-  /// by its fence: in chunks of 16 MiB, of which two at most are outstanding in one direction of a
-  /// device, in the order of the first calls; or all that is left, `at_once`. False: to be called
-  /// again, until it is true.
+  /// by its fence (`CopyResult::put_off`): in chunks, 16 MiB unless the layer was made otherwise,
+  /// of which two at most are outstanding in one direction of a device, in the order of the first
+  /// calls; or all that is left, `at_once`. False: to be called again, until it is true.
   [[nodiscard]] virtual bool pace(Fence& copy, bool at_once) noexcept = 0;
 
   /// What is asked of a transfer while it goes on.
@@ -117,18 +124,21 @@ class RESIDENCY_API DeviceLayer {
   };
   /// Copies to a device, or from it, in chunks through page-locked buffers. Waits on the host until
   /// it has arrived: for a worker. Goes on after the bytes that are `done`, to the end when it is
-  /// needed now and the host's end is not slow; otherwise for 16 MiB at most, and not at all while
+  /// needed now and the host's end is not slow; otherwise for a chunk at most, and not at all while
   /// others use the buffers that are needed more. False: to be called again. Throws, with nothing
-  /// of it in flight, also what `transfer` throws.
+  /// of it in flight, also what `transfer` throws, and `CaptureError` while `stream` is captured.
   [[nodiscard]] virtual bool copy_staged(const TensorBlock& on_device, bool to_device,
                                          const HostEnd& host, const std::optional<Stream>& stream,
                                          Progress& progress, const Signals& signals) = 0;
 
+  /// The calling thread's. Throws `ForkError`.
   [[nodiscard]] virtual Stream current_stream(Location device) const = 0;
-  /// A fence behind the stream's work so far; done where the device is lost and does none. Throws
-  /// `CaptureError`.
+  /// A fence behind the stream's work so far; done where the device is lost and does none. For a
+  /// stream that was destroyed the host waits for the device. Throws `CaptureError`, `ForkError`,
+  /// `UnavailableError`, `std::invalid_argument` for a stream that is none.
   [[nodiscard]] virtual FencePtr record_use(const Stream& stream) = 0;
-  /// Makes the stream go on only after the fence. Throws `CaptureError`, `DeviceLostError`.
+  /// Makes the stream go on only after the fence. Throws `CaptureError`, `DeviceLostError`,
+  /// `ForkError`, `UnavailableError`, and why the fence has failed.
   virtual void wait(const Stream& stream, const FencePtr& fence) = 0;
 
   /// Asks the manager for memory of devices that others need, while the allocator plugin is
@@ -140,6 +150,7 @@ class RESIDENCY_API DeviceLayer {
     Bytes peak_live;  ///< the most since `reset_peaks`
     Bytes segments;   ///< taken from the caching allocator, or page-locked
   };
+  /// Zeros where nothing was taken, and for an orphan.
   [[nodiscard]] virtual Usage usage(Location at) const = 0;
   /// Sets every location's peak to what is in use now.
   virtual void reset_peaks() = 0;

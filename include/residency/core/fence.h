@@ -51,6 +51,9 @@ class RESIDENCY_API Fence {
   /// Why it failed; null unless `kFailed`.
   [[nodiscard]] virtual std::exception_ptr error() const;
 
+  /// One whose work has ended.
+  [[nodiscard]] static std::shared_ptr<Fence> done();
+
   /// Marks the work done (worker side). `elapsed_ns` < 0 means unknown.
   void complete(std::int64_t elapsed_ns = -1);
   /// Marks the work failed (worker side).
@@ -80,6 +83,14 @@ using FencePtr = std::shared_ptr<Fence>;
 /// False for null, which stands for what is ready. Never blocks.
 [[nodiscard]] inline bool is_pending(const FencePtr& fence) noexcept {
   return fence && fence->poll() == FenceStatus::kPending;
+}
+[[nodiscard]] inline bool any_pending(std::span<const FencePtr> fences) noexcept {
+  for (const FencePtr& fence : fences) {
+    if (is_pending(fence)) {
+      return true;
+    }
+  }
+  return false;
 }
 /// Blocks the host until none of them is pending; null stands for what is ready.
 inline void wait_all(std::span<const FencePtr> fences) {
