@@ -503,7 +503,9 @@ class ManagerState final : public std::enable_shared_from_this<ManagerState>, pu
   // Everything below is guarded by mutex_; closed_ may be read without it.
   std::atomic<bool> closed_{false};
   bool torn_down_ = false;
-  std::shared_ptr<ManagerState> itself_;  // once closed, where it has to be left as it is for ever
+  // Once closed, where it has to be left as it is for ever, and another of these.
+  std::shared_ptr<ManagerState> itself_;
+  ManagerState* kept_before_ = nullptr;
   std::uint64_t version_ = 0;
   ValueTable values_;
   Ledger ledger_;

@@ -153,8 +153,17 @@ void refuse_while_caller_captures(Location at, std::string_view what) {
   if (c10::cuda::device_count() == 0) {
     return;
   }
-  const Location current = with_typed_errors(
-      at, "cudaGetDevice", [] { return Location::cuda(c10::cuda::current_device()); });
+  c10::DeviceIndex ordinal = 0;
+  const cudaError_t answer = c10::cuda::GetDevice(&ordinal);
+  if (answer != cudaSuccess) {
+    (void)cudaGetLastError();
+    if (is_lost(answer)) {
+      return;  // what a lost device captured is lost too; which one it is will turn out
+    }
+    throw UnavailableError(fmt::format("{}: cudaGetDevice failed: {} ({})", what,
+                                       cudaGetErrorString(answer), cudaGetErrorName(answer)));
+  }
+  const Location current = Location::cuda(ordinal);
   const auto refuse_at = [&](Location device) {
     if (!c10::cuda::hasPrimaryContext(index_of(device))) {
       return;
@@ -645,8 +654,10 @@ bool CudaLayer::trim() noexcept {
   }
   try {
     refuse_while_caller_captures(Location::pinned_host(), "nothing is trimmed");
-  } catch (...) {
+  } catch (const CaptureError&) {
     return false;
+  } catch (...) {
+    // It is not known, and the calls that free say so themselves.
   }
   bool is_trimmed = true;
   for (const auto& memory : all_memory()) {

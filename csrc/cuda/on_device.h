@@ -29,8 +29,11 @@ auto with_typed_errors(Location device, const char* what, const Call& call) {
 class OnDevice {
  public:
   explicit OnDevice(Location device) {
-    with_typed_errors(device, "cudaSetDevice",
-                      [&] { new (&guard_) c10::cuda::CUDAGuard(index_of(device)); });
+    try {
+      new (&guard_) c10::cuda::CUDAGuard(index_of(device));
+    } catch (const c10::AcceleratorError& error) {
+      throw_error_of_switching(static_cast<cudaError_t>(error.get_error_code()), device);
+    }
   }
   // A scope of the thread: there is nothing to hand over.
   OnDevice(const OnDevice&) = delete;

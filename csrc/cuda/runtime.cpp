@@ -20,7 +20,7 @@ std::atomic<bool>& lost_flag(Location device) noexcept {
 }  // namespace
 
 bool is_known_lost(Location device) noexcept {
-  return lost_flag(device).load(std::memory_order_relaxed);
+  return device.is_cuda() && lost_flag(device).load(std::memory_order_relaxed);
 }
 
 void note_lost(Location device) noexcept {

@@ -79,6 +79,23 @@ bool synchronize_device(Location device) noexcept {
   }
 }
 
+void throw_error_of_switching(cudaError_t error, Location device) {
+  (void)cudaGetLastError();
+  if (!is_lost(error)) {
+    throw_cuda_error(error, device, "cudaSetDevice");
+  }
+  const RelaxedCapture relaxed;
+  const DeviceStreams* streams = find_streams(device);
+  const cudaError_t own = streams != nullptr ? cudaStreamQuery(streams->arena) : cudaSuccess;
+  if (is_lost(own)) {
+    throw_cuda_error(own, device, "cudaStreamQuery");
+  }
+  (void)cudaGetLastError();
+  throw UnavailableError(fmt::format(
+      "{} cannot be made the current device: {} ({}), of another one or of earlier work",
+      to_string(device), cudaGetErrorString(error), cudaGetErrorName(error)));
+}
+
 void drain(cudaStream_t stream, Location device) noexcept {
   const RelaxedCapture relaxed;
   const bool is_over = try_for_a_second([&] {

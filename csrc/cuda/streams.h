@@ -49,6 +49,9 @@ struct DeviceStreams {
 [[nodiscard]] DeviceStreams& streams_of(Location device);
 /// Waits on the host for all of a device's work; a lost one has none. Whether that is over.
 [[nodiscard]] bool synchronize_device(Location device) noexcept;
+/// Throws what `throw_cuda_error` throws for a call that has failed as a device was made current,
+/// which may answer with what became of another one.
+[[noreturn]] void throw_error_of_switching(cudaError_t error, Location device);
 /// Waits on the host for what a stream was given, when one of its calls has failed: nothing of that
 /// may be in flight when it is told. A device that does not answer within a second is lost.
 void drain(cudaStream_t stream, Location device) noexcept;

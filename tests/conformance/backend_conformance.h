@@ -270,6 +270,26 @@ TYPED_TEST_P(BackendConformance, OverwriteWaitsForWhoeverReadsTheOldBytes) {
   }
 }
 
+TYPED_TEST_P(BackendConformance, OverwriteDoesNotMindHowEarlierUsersEnded) {
+  const ValueSpec spec = this->harness.spec(this->kBytes);
+  const auto failed = std::make_shared<Fence>();
+  failed->fail(std::make_exception_ptr(std::runtime_error("another's")));
+  for (const auto& [from, to] : this->harness.copies()) {
+    SCOPED_TRACE(this->named(from, to));
+    BlockPtr target = this->block_at(to, spec, 1);
+    BlockPtr source = this->block_at(from, spec, 2);
+    CopyRequest request = this->request(spec, source, to);
+    request.overwrite = target;
+    request.overwrite_after = {failed};
+    CopyResult result = this->backend().copy(request);
+    EXPECT_EQ(this->finish(result), FenceStatus::kDone);
+    EXPECT_TRUE(this->holds(spec, target, 2));
+    request = {};
+    result.block = nullptr;
+    this->give_back({std::move(target), std::move(source)});
+  }
+}
+
 TYPED_TEST_P(BackendConformance, OccupiedBytesAreConstantAndCoverTheStorage) {
   for (const std::int64_t nbytes :
        {std::int64_t{0}, std::int64_t{1}, std::int64_t{1000}, std::int64_t{5000}}) {
@@ -504,13 +524,13 @@ REGISTER_TYPED_TEST_SUITE_P(
     BackendConformance, CopiesPreserveTheBytesAndLeaveTheSource, TakesThePathThatItAnnounced,
     FailsLaterOnlyOnPathsThatCan, CopyBehindAnotherReadsWhatThatOneBrought,
     OverwriteKeepsTheBlockAndReplacesTheBytes, OverwriteWaitsForWhoeverReadsTheOldBytes,
-    OccupiedBytesAreConstantAndCoverTheStorage, BlocksOccupyWhatWasAnnounced,
-    AddressesOfLiveBlocksAreDisjoint, ZeroBytesHaveNoAddressesAndTravel,
-    ReconstructGivesWhatTheSourceLoads, ReconstructRefusesNothingAndTheWrongPlace,
-    ReconstructPassesOnWhatTheSourceThrows, ReconstructNeverGivesABlockThatTheSourceShares,
-    ReleaseKeepsTheBlockUntilItsUsersHaveFinished, ReleaseWithoutUsersFreesAtOnce,
-    ReferenceOutsideMakesABlockSharedUntilItEnds, EscapeIsDoneWhenTheLastReferenceHasGone,
-    OpenViewIsNoReferenceOutside, UndeclaredWriteIsNoticedOnce,
-    DeclaredWriteBecomesTheKnownContents, SaysWhichLocationsExist);
+    OverwriteDoesNotMindHowEarlierUsersEnded, OccupiedBytesAreConstantAndCoverTheStorage,
+    BlocksOccupyWhatWasAnnounced, AddressesOfLiveBlocksAreDisjoint,
+    ZeroBytesHaveNoAddressesAndTravel, ReconstructGivesWhatTheSourceLoads,
+    ReconstructRefusesNothingAndTheWrongPlace, ReconstructPassesOnWhatTheSourceThrows,
+    ReconstructNeverGivesABlockThatTheSourceShares, ReleaseKeepsTheBlockUntilItsUsersHaveFinished,
+    ReleaseWithoutUsersFreesAtOnce, ReferenceOutsideMakesABlockSharedUntilItEnds,
+    EscapeIsDoneWhenTheLastReferenceHasGone, OpenViewIsNoReferenceOutside,
+    UndeclaredWriteIsNoticedOnce, DeclaredWriteBecomesTheKnownContents, SaysWhichLocationsExist);
 
 }  // namespace residency::conformance

@@ -162,6 +162,8 @@ class Scenario {
       adopt(d_, kPageable, kReplicable);
       adopt(t_, kPageable, kReplicable);
       adopt(e_, kPinned, kReplicable);
+      adopt(f_, kPinned, kReplicable);
+      adopt(g_, kPinned, kReplicable);
       add_source(s_, kPageable, kReplicable);
       add_source(x_, kPinned, kExclusive);
     });
@@ -179,6 +181,20 @@ class Scenario {
           DropResident{a_.handle, kCuda0},    EnsureResident{c_.handle, kPinned},
           MoveResident{d_.handle, kDisk},     EnsureResident{s_.handle, kCuda0},
           DropResident{s_.handle, kCuda1},    MoveResident{x_.handle, kDisk}};
+      manager->execute(actions, execute_options());
+    });
+    step("copy together", [this] {
+      const ActionList actions = {EnsureResident{e_.handle, kCuda0},
+                                  EnsureResident{f_.handle, kCuda0},
+                                  EnsureResident{g_.handle, kCuda0}};
+      manager->execute(actions, execute_options());
+    });
+    step("copy between devices and drop together", [this] {
+      const ActionList actions = {
+          EnsureResident{f_.handle, kCuda1}, EnsureResident{g_.handle, kCuda1},
+          DropResident{e_.handle, kCuda0},   DropResident{f_.handle, kCuda0},
+          DropResident{g_.handle, kCuda0},   MoveResident{f_.handle, kCuda0},
+          MoveResident{g_.handle, kCuda0}};
       manager->execute(actions, execute_options());
     });
     step("execute and discard", [this] {
@@ -285,8 +301,8 @@ class Scenario {
 
   OnFailure on_failure_;
   std::uint64_t next_seed_ = 1;
-  Value a_, b_, c_, d_, t_, e_, s_, x_;
-  std::vector<Value*> all_ = {&a_, &b_, &c_, &d_, &t_, &e_, &s_, &x_};
+  Value a_, b_, c_, d_, t_, e_, f_, g_, s_, x_;
+  std::vector<Value*> all_ = {&a_, &b_, &c_, &d_, &t_, &e_, &f_, &g_, &s_, &x_};
   std::optional<Reservation> reservation_;
   std::optional<Lease> read_;
   std::optional<Lease> write_;
@@ -462,6 +478,37 @@ TEST_P(FaultTest, EveryTransferFailsOnceAtItsCompletion) {
 
 TEST_P(FaultTest, EveryAllocationFailsOnce) {
   EXPECT_GT(enumerate([this](FakeBackend&, std::uint64_t n) { allocation_to_fail = n; }), 400U);
+}
+
+// Through a lease that outlives it.
+TEST_P(FaultTest, EveryAllocationFailsOnceWhileTheManagerIsDestroyed) {
+  bool has_failed = true;
+  for (std::uint64_t n = 1; has_failed; ++n) {
+    SCOPED_TRACE(n);
+    fake::FakeOptions options;
+    options.completion = GetParam().completion;
+    const auto backend = std::make_shared<FakeBackend>(options);
+    auto manager = Manager::create({}, backend);
+    std::vector<Handle> handles;
+    for (int i = 0; i < 3; ++i) {
+      const auto spec = make_spec(700, kReplicable, kMustPreserve, kImmutable);
+      handles.push_back(manager->adopt(backend->make_block(kPinned, spec, 1), spec));
+      manager->ensure(handles.back(), kCuda0);
+    }
+    std::optional<Lease> lease = manager->acquire(handles, kCuda0);
+    lease->add_stream({kCuda0, 3});
+    fail_allocation(n);
+    manager.reset();
+    has_failed = allocation_has_failed();
+    fail_allocation(0);
+    EXPECT_NO_THROW(lease->release());
+    lease.reset();
+    EXPECT_TRUE(backend->violations().empty());
+    if (!has_failed) {
+      backend->complete_all();
+      EXPECT_EQ(backend->live_bytes(kCuda0), Bytes());
+    }
+  }
 }
 
 TEST_P(FaultTest, NothingIsCalledWithTheMutexHeld) {

@@ -3,11 +3,15 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <new>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
+
+#include "failing_new.h"
 
 namespace residency::test {
 namespace {
@@ -184,6 +188,65 @@ TEST(RangeAllocatorTest, RandomCallsKeepRangesApartAndCanBeUndone) {
     allocator.audit();
     EXPECT_EQ(allocator.segment_bytes(), 0_B);
   }
+}
+
+// A dry run takes back what it did, and destructors free: neither may fail.
+TEST(RangeAllocatorTest, WithoutMemoryNothingChangesAndWhatIsUndoneOrFreedNeedsNone) {
+  std::mt19937 random(7);
+  const auto draw = [&](std::size_t below) { return random() % below; };
+  RangeAllocator allocator(4_B);
+  std::vector<Range> live;
+  std::vector<std::function<void()>> undo;
+  std::size_t num_failed = 0;
+  const auto tried = [&](const auto& call) {
+    const Bytes live_bytes = allocator.live_bytes();
+    const Bytes segment_bytes = allocator.segment_bytes();
+    fail_allocation(1);
+    try {
+      call();
+      fail_allocation(0);
+      return;
+    } catch (const std::bad_alloc&) {
+      ++num_failed;
+    }
+    allocator.audit();
+    EXPECT_EQ(allocator.live_bytes(), live_bytes);
+    EXPECT_EQ(allocator.segment_bytes(), segment_bytes);
+    call();
+  };
+  for (int i = 0; i < 3000; ++i) {
+    if (draw(100) == 0 || i == 0) {
+      tried([&] {
+        const std::uint32_t number = allocator.add_segment(40'000_B);
+        const AllocationsPass pass;
+        undo.emplace_back([&allocator, number] { allocator.remove_segment(number); });
+      });
+    } else if (draw(3) != 0 || live.empty()) {
+      tried([&] {
+        if (const auto given = allocator.allocate(Bytes(static_cast<std::int64_t>(1 + draw(60))))) {
+          const AllocationsPass pass;
+          live.push_back(*given);
+          undo.emplace_back([&allocator, each = *given] { allocator.free(each); });
+        }
+      });
+    } else {
+      std::swap(live.at(draw(live.size())), live.back());
+      const Range each = live.back();
+      live.pop_back();
+      fail_allocation(1);
+      ASSERT_NO_THROW(allocator.free(each));
+      fail_allocation(0);
+      undo.emplace_back([&allocator, each] { allocator.take(each); });
+    }
+  }
+  EXPECT_GT(num_failed, 5U);
+  fail_allocation(1);
+  for (; !undo.empty(); undo.pop_back()) {
+    ASSERT_NO_THROW(undo.back()());
+  }
+  fail_allocation(0);
+  allocator.audit();
+  EXPECT_EQ(allocator.segment_bytes(), 0_B);
 }
 
 }  // namespace

@@ -445,6 +445,106 @@ TEST_F(DeviceFault, LostDeviceTakesOnlyWhatWasThereAlone) {
   EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "");
 }
 
+TEST_F(DeviceFault, LossOfOneDeviceIsNotThatOfAnother) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto body = [] {
+    const auto manager = create_manager({}, {.devices = make_cuda_layer()});
+    const Handle handle = value(*manager, 16 * kMiB, 7);
+    manager->ensure(handle, kOther).wait();
+    const Handle other = value(*manager, kMiB, 8);
+    manager->ensure(other, kDevice).wait();
+    manager->drop(other, kDevice);
+    ASSERT_EQ(simcuda_set("d2h", "1MB/s"), 0) << simcuda_message();
+    manager->ensure(handle, kPinned);
+    EXPECT_EQ(simcuda_break_device(1, cudaErrorIllegalAddress), 0);
+    try {  // ahead of need, and behind what will not come
+      manager->prefetch(one(handle), kDevice);
+    } catch (const Error&) {
+    }
+    try {
+      manager->ensure(handle, kDevice).wait();
+    } catch (const Error&) {
+    }
+    manager->ensure(other, kDevice).wait();
+    EXPECT_TRUE(holds(*manager, other, kDevice, 8));
+    EXPECT_TRUE(holds(*manager, handle, kHost, 7));
+    manager->audit();
+    manager->close({.force = true});
+  };
+  EXPECT_EXIT(exit_after(body), ::testing::ExitedWithCode(0), "");
+}
+
+// CUDA answers with the errors of earlier work, of which it does not say where it was.
+TEST_F(DeviceFault, CurrentDeviceThatIsNotToldEndsNothing) {
+  for (const cudaError_t error : {cudaErrorInvalidValue, cudaErrorIllegalAddress}) {
+    const auto layer = make_cuda_layer();
+    const auto manager = create_manager({}, {.devices = layer});
+    const auto with_failure = [&](const char* what, const std::function<void()>& call) {
+      SCOPED_TRACE(what);
+      EXPECT_EQ(simcuda_fail("cudaGetDevice", 0, 1, error), 0);
+      try {
+        call();
+      } catch (const Error& typed) {
+        EXPECT_EQ(std::string_view(typed.what()).find("pinned-host failed"), std::string_view::npos)
+            << typed.what();
+      }
+      EXPECT_EQ(simcuda_fail("cudaGetDevice", 0, 0, 0), 0);
+      manager->audit();
+    };
+    const Handle handle = value(*manager, 100'000, 1);
+    const Handle taken = value(*manager, 100'000, 2);
+    manager->ensure(taken, kPinned).wait();
+    manager->ensure(handle, kPinned).wait();
+    manager->ensure(handle, kDevice).wait();
+    with_failure("drop", [&] { manager->drop(handle, kPinned); });
+    with_failure("drop from the device", [&] { manager->drop(handle, kDevice); });
+    with_failure("ensure", [&] { manager->ensure(handle, kDevice).wait(); });
+    with_failure("move", [&] { manager->move(handle, kPinned, kDevice).wait(); });
+    with_failure("synchronize", [&] { manager->synchronize(); });
+    with_failure("trim", [&] { (void)layer->trim(); });
+    with_failure("adopt", [&] { manager->discard(value(*manager, 1000, 3)); });
+    EXPECT_FALSE(layer->is_lost(kDevice));
+    manager->ensure(handle, kDevice).wait();
+    EXPECT_TRUE(holds(*manager, handle, kDevice, 1));
+    TensorResident tensors({{"x", at::empty({1}, at::TensorOptions().dtype(at::kByte))}});
+    with_failure("take", [&] { tensors = take(*manager, taken, kPinned); });
+    EXPECT_EQ(simcuda_fail("cudaGetDevice", 0, 1, error), 0);
+    try {
+      manager->close({.force = true});
+    } catch (const UnavailableError&) {
+      manager->close({.force = true});
+    }
+    EXPECT_EQ(simcuda_fail("cudaGetDevice", 0, 0, 0), 0);
+  }
+}
+
+// Nobody knows when the work that reads it is over.
+TEST_F(DeviceFault, SegmentGoesToNobodyWhereItsUsesCannotBeWaitedFor) {
+  using c10::CachingAllocator::StatType;
+  const auto allocated = [] {
+    return c10::cuda::CUDACachingAllocator::getDeviceStats(0)
+        .allocated_bytes[static_cast<std::size_t>(StatType::AGGREGATE)]
+        .current;
+  };
+  const auto layer = make_cuda_layer();
+  const auto manager = create_manager({}, {.devices = layer});
+  const Handle handle = value(*manager, 32 * kMiB, 7);
+  manager->ensure(handle, kPinned).wait();
+  const std::int64_t before = allocated();
+  manager->ensure(handle, kDevice).wait();
+  const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
+  Gate gate(consumer);
+  manager->acquire(one(handle), kDevice, {.stream = Stream{kDevice, consumer.id()}}).release();
+  EXPECT_EQ(simcuda_fail("cudaStreamWaitEvent", 0, 1, cudaErrorInvalidValue), 0);
+  EXPECT_EQ(simcuda_fail("cudaEventSynchronize", 0, 2000, cudaErrorInvalidValue), 0);
+  EXPECT_EQ(simcuda_fail("cudaDeviceSynchronize", 0, 1, cudaErrorInvalidValue), 0);
+  manager->drop(handle, kDevice);
+  EXPECT_EQ(simcuda_fail("cudaEventSynchronize", 0, 0, 0), 0);
+  EXPECT_EQ(layer->usage(kDevice).segments, Bytes());
+  EXPECT_EQ(allocated(), before + 32 * kMiB);
+  gate.open();
+}
+
 // The copy comes from the device that was lost, and not to it.
 TEST_F(DeviceFault, LastIntactCopyIsNotGivenUpForOneThatWillNotCome) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");

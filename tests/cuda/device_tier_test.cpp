@@ -15,6 +15,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -776,6 +777,77 @@ TEST_F(DeviceTier, CaptureStaysValidAndUsesWhatIsThere) {
   EXPECT_EQ(byte_of(elsewhere, kOther), 4);
   EXPECT_EQ(cudaGraphExecDestroy(replayed), cudaSuccess);
   EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+}
+
+// Not the current one: nothing of ours may become part of the graph, nor end its capture.
+TEST_F(DeviceTier, NothingIsCopiedOnAStreamThatIsCaptured) {
+  const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool();
+  const Handle pinned = value(kMiB, 3);
+  const Handle pageable = value(kMiB, 4);
+  const Handle there = value(kMiB, 5);
+  manager_->move(pinned, kPinned).wait();
+  manager_->move(there, kDevice).wait();
+  manager_->ensure(pageable, kDevice).wait();  // the buffers are there
+  manager_->drop(pageable, kDevice);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  const ActionOptions on_stream{.stream = named(stream)};
+  EXPECT_THROW(manager_->ensure(pinned, kDevice, on_stream), CaptureError);
+  EXPECT_THROW(manager_->ensure(pageable, kDevice, on_stream), CaptureError);
+  EXPECT_THROW(manager_->ensure(there, kHost, on_stream), CaptureError);
+  // A worker may come to it only once the capture has begun.
+  const auto block = layer_->allocate(
+      TensorResident({{"x", at::empty({kMiB}, at::TensorOptions().dtype(at::kByte))}}).layout(),
+      kDevice);
+  DeviceLayer::Progress progress;
+  const std::atomic<bool> abandon{false};
+  EXPECT_THROW((void)layer_->copy_staged(*block.block, /*to_device=*/true,
+                                         {[](const std::vector<iovec>&) {}}, named(stream),
+                                         progress, {.abandon = abandon}),
+               CaptureError);
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  std::size_t num_nodes = 0;
+  EXPECT_EQ(cudaGraphGetNodes(graph, nullptr, &num_nodes), cudaSuccess);
+  EXPECT_EQ(num_nodes, 0U);
+  EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  for (const Handle& handle : {pinned, pageable}) {
+    manager_->ensure(handle, kDevice, on_stream).wait();
+  }
+  EXPECT_EQ(byte_of(pinned, kDevice), 3);
+  EXPECT_EQ(byte_of(pageable, kDevice), 4);
+  EXPECT_EQ(byte_of(there, kDevice), 5);
+}
+
+// The other call may still be on its way, or fail.
+TEST_F(DeviceTier, StreamThatIsAddedAgainWaitsAgain) {
+  const Handle handle = value(kMiB, 7);
+  manager_->move(handle, kPinned).wait();
+  const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool();
+  ASSERT_EQ(simcuda_set("h2d", "1MB/s"), 0) << simcuda_message();
+  manager_->ensure(handle, kDevice);
+  ASSERT_EQ(simcuda_set("h2d", "25GB/s"), 0) << simcuda_message();
+  Lease lease = manager_->acquire(one(handle), kDevice);
+  for (int i = 0; i < 2; ++i) {
+    const std::uint64_t before = simcuda_calls("cudaStreamWaitEvent");
+    lease.add_stream(named(stream));
+    EXPECT_GT(simcuda_calls("cudaStreamWaitEvent"), before) << i;
+  }
+  // One that fails does not take the stream away from those that have added it.
+  EXPECT_EQ(simcuda_fail("cudaStreamWaitEvent", 0, 1, cudaErrorInvalidValue), 0);
+  EXPECT_THROW(lease.add_stream(named(stream)), UnavailableError);
+  const at::Tensor read = on_device(kMiB);
+  Gate gate(stream);
+  ASSERT_EQ(cudaMemcpyAsync(read.mutable_data_ptr(), tensors(lease, handle)[0].const_data_ptr(),
+                            kMiB, cudaMemcpyDefault, stream),
+            cudaSuccess);
+  lease.release();
+  manager_->drop(handle, kDevice);
+  const Handle next = value(kMiB, 9);
+  manager_->move(next, kPinned).wait();
+  manager_->ensure(next, kDevice);
+  gate.open();
+  stream.synchronize();
+  EXPECT_EQ(first_byte(read), 7);
 }
 
 // What was done on the stream before is not known while it is being captured.
