@@ -163,8 +163,10 @@ void transfer_all(const HostEnd& end, const TensorBlock& memory, const Terms& te
 /// A copy through page-locked buffers, and how far it is.
 class StagedCopy {
  public:
-  StagedCopy(std::shared_ptr<DeviceLayer> devices, std::optional<Stream> stream)
-      : devices_(std::move(devices)), stream_(stream) {}
+  /// `announced`: while it lives others know that this one is needed.
+  StagedCopy(std::shared_ptr<DeviceLayer> devices, std::optional<Stream> stream,
+             std::shared_ptr<void> announced)
+      : devices_(std::move(devices)), stream_(stream), announced_(std::move(announced)) {}
 
   // Each goes as far as it can, and says whether that was to the end.
   template <class Host>
@@ -202,6 +204,7 @@ class StagedCopy {
 
   std::shared_ptr<DeviceLayer> devices_;
   std::optional<Stream> stream_;
+  std::shared_ptr<void> announced_;
   DeviceLayer::Progress progress_;
   std::optional<HostEnd> host_;  // once it has begun
 };
@@ -300,6 +303,20 @@ struct TorchBackend::State {
   [[nodiscard]] DeviceLayer::Room room_for(const CopyRequest& request,
                                            const std::shared_ptr<const TensorLayout>& layout);
   CopyResult copy_on_stream(const CopyRequest& request, const TensorBlock& source);
+  /// What is copied; one of the two.
+  struct Origin {
+    std::shared_ptr<TensorBlock> memory;
+    std::shared_ptr<FileBlock> file;
+    [[nodiscard]] const std::shared_ptr<const TensorLayout>& layout() const noexcept {
+      return memory != nullptr ? memory->tensor_layout() : file->tensor_layout();
+    }
+  };
+  CopyResult copy_by_thread(const CopyRequest& request, const Origin& origin);
+  CopyResult copy_to_file(const CopyRequest& request, const Origin& origin, FileTier& disk);
+  CopyResult copy_to_memory(const CopyRequest& request, const Origin& origin);
+  /// Goes as far as it can, and says whether that was to the end.
+  using Copying = std::function<bool(StagedCopy& staged, const Terms& terms)>;
+  [[nodiscard]] FencePtr start(const CopyRequest& request, Before before, Copying copying);
   /// Before a copy that may go through the buffers of a device.
   void hold_staging(const CopyRequest& request);
   /// Whether nothing is under way that needs this backend or its devices, and no memory is locked.
@@ -690,100 +707,111 @@ CopyResult TorchBackend::copy(const CopyRequest& request) {
   }
   state_->retirement->free_completed();
   check_available(request.to);
-  const auto from_memory = as<TensorBlock>(request.source);
-  const auto from_file = as<FileBlock>(request.source);
-  if (from_memory == nullptr && from_file == nullptr) {
+  const State::Origin origin{as<TensorBlock>(request.source), as<FileBlock>(request.source)};
+  if (origin.memory == nullptr && origin.file == nullptr) {
     throw_foreign_block();
   }
-  if (from_memory != nullptr) {
-    from_memory->check_intact();
+  if (origin.memory != nullptr) {
+    origin.memory->check_intact();
   }
-  CopyResult result;
-  result.path = path(request.from, request.to);
-
-  if (goes_on_stream(request.from, request.to) && from_memory != nullptr) {
-    result = state_->copy_on_stream(request, *from_memory);
+  if (goes_on_stream(request.from, request.to) && origin.memory != nullptr) {
+    CopyResult result = state_->copy_on_stream(request, *origin.memory);
     if (result.put_off) {
       state_->pace(result.ready);
     }
     return result;
   }
-  FileTier* to_disk = request.to.is_disk() ? state_->find_disk(request.to) : nullptr;
+  CopyResult result = state_->copy_by_thread(request, origin);
+  result.path = path(request.from, request.to);
+  return result;
+}
+
+CopyResult TorchBackend::State::copy_by_thread(const CopyRequest& request, const Origin& origin) {
+  FileTier* to_disk = request.to.is_disk() ? find_disk(request.to) : nullptr;
   if (request.from == request.to && request.to.is_disk()) {
     throw std::logic_error(fmt::format("TorchBackend: a copy from {} to {} cannot be asked for",
                                        to_string(request.from), to_string(request.to)));
   }
-  for (FileTier* disk : {to_disk, from_file != nullptr ? from_file->tier().get() : nullptr}) {
+  for (FileTier* disk : {to_disk, origin.file != nullptr ? origin.file->tier().get() : nullptr}) {
     if (disk != nullptr) {
       disk->refuse_in_forked_child();
     }
   }
   // What can be seen to be wrong now is better said now than by the fence.
-  if (from_file != nullptr && !is_pending(request.source_ready)) {
+  if (origin.file != nullptr && !is_pending(request.source_ready)) {
     wait_for(request.source_ready);
-    from_file->tier()->check(*from_file);
+    origin.file->tier()->check(*origin.file);
   }
-  const auto& layout =
-      from_memory != nullptr ? from_memory->tensor_layout() : from_file->tensor_layout();
+  hold_staging(request);
+  return to_disk != nullptr ? copy_to_file(request, origin, *to_disk)
+                            : copy_to_memory(request, origin);
+}
+
+FencePtr TorchBackend::State::start(const CopyRequest& request, Before before, Copying copying) {
+  const bool is_ahead = request.ahead_of_need && !request.stream.has_value();
+  const Location device = request.to.is_cuda() ? request.to : request.from;
+  Transfer transfer =
+      [copying = std::move(copying), before = std::move(before),
+       staged =
+           StagedCopy(options.devices, request.stream,
+                      device.is_cuda() && !is_ahead ? devices().announce_staged(device) : nullptr),
+       from = request.from, to = request.to](const Terms& terms) mutable {
+        if (!terms.is_turn(before)) {
+          return false;
+        }
+        const ProfilerRange range(from, to);
+        return copying(staged, terms);
+      };
+  const auto kind = request.from.is_disk() || request.to.is_disk() ? TransferWorker::Kind::kDisk
+                                                                   : TransferWorker::Kind::kStaging;
+  return is_ahead ? start_ahead(kind, std::move(transfer)) : start(kind, std::move(transfer));
+}
+
+CopyResult TorchBackend::State::copy_to_file(const CopyRequest& request, const Origin& origin,
+                                             FileTier& disk) {
+  const auto file = request.overwrite != nullptr ? as<FileBlock>(request.overwrite)
+                                                 : disk.make_file(origin.layout());
+  if (file == nullptr || *file->tensor_layout() != *origin.layout()) {
+    throw_foreign_block();
+  }
+  disk.make_file_again(*file);
+  CopyResult result;
+  result.ready = start(request, {request.source_ready, request.overwrite_after},
+                       [origin, file](StagedCopy& staged, const Terms& terms) {
+                         if (origin.file != nullptr) {
+                           FileTier::copy(origin.file, file, terms.abandon, terms.io);
+                         } else if (origin.memory->location().is_cuda()) {
+                           return staged.from_device(*origin.memory, file, terms);
+                         } else {
+                           transfer_all(writing(file), *origin.memory, terms);
+                         }
+                         return true;
+                       });
+  result.block = file;
+  return result;
+}
+
+CopyResult TorchBackend::State::copy_to_memory(const CopyRequest& request, const Origin& origin) {
+  DeviceLayer::Room room = room_for(request, origin.layout());
   Before before{request.source_ready, request.overwrite_after};
-  state_->hold_staging(request);
-  const bool touches_file = to_disk != nullptr || from_file != nullptr;
-  const auto kind = touches_file ? TransferWorker::Kind::kDisk : TransferWorker::Kind::kStaging;
-  const auto start = [&](State::Transfer transfer) {
-    return request.ahead_of_need && !request.stream.has_value()
-               ? state_->start_ahead(kind, std::move(transfer))
-               : state_->start(kind, std::move(transfer));
-  };
-
-  if (to_disk != nullptr) {
-    const auto file = request.overwrite != nullptr ? as<FileBlock>(request.overwrite)
-                                                   : to_disk->make_file(layout);
-    if (file == nullptr || *file->tensor_layout() != *layout) {
-      throw_foreign_block();
-    }
-    file->tier()->make_file_again(*file);
-    result.ready = start([from_memory, from_file, file, before = std::move(before),
-                          staged = StagedCopy(state_->options.devices, request.stream),
-                          from = request.from, to = request.to](const Terms& terms) mutable {
-      if (!terms.is_turn(before)) {
-        return false;
-      }
-      const ProfilerRange range(from, to);
-      if (from_file != nullptr) {
-        FileTier::copy(from_file, file, terms.abandon, terms.io);
-      } else if (from_memory->location().is_cuda()) {
-        return staged.from_device(*from_memory, file, terms);
-      } else {
-        transfer_all(writing(file), *from_memory, terms);
-      }
-      return true;
-    });
-    result.block = file;
-    return result;
-  }
-
-  DeviceLayer::Room room = state_->room_for(request, layout);
   before.users.insert(before.users.end(), room.after.begin(), room.after.end());
-  result.ready = start([from_memory, from_file, target = room.block, before = std::move(before),
-                        staged = StagedCopy(state_->options.devices, request.stream),
-                        from = request.from, to = request.to](const Terms& terms) mutable {
-    if (!terms.is_turn(before)) {
-      return false;
-    }
-    const ProfilerRange range(from, to);
-    if (target->location().is_cuda()) {
-      return from_file != nullptr ? staged.to_device(*target, from_file, terms)
-                                  : staged.to_device(*target, *from_memory, terms);
-    }
-    if (from_file != nullptr) {
-      transfer_all(reading(from_file), *target, terms);
-    } else if (from_memory->location().is_cuda()) {
-      return staged.from_device(*from_memory, *target, terms);
-    } else {
-      from_memory->copy_on_host(*target);
-    }
-    return true;
-  });
+  CopyResult result;
+  result.ready = start(request, std::move(before),
+                       [origin, target = room.block](StagedCopy& staged, const Terms& terms) {
+                         if (target->location().is_cuda()) {
+                           return origin.file != nullptr
+                                      ? staged.to_device(*target, origin.file, terms)
+                                      : staged.to_device(*target, *origin.memory, terms);
+                         }
+                         if (origin.file != nullptr) {
+                           transfer_all(reading(origin.file), *target, terms);
+                         } else if (origin.memory->location().is_cuda()) {
+                           return staged.from_device(*origin.memory, *target, terms);
+                         } else {
+                           origin.memory->copy_on_host(*target);
+                         }
+                         return true;
+                       });
   if (request.overwrite != nullptr) {
     // Autograd must not take the new bytes for those that it saved.
     room.block->count_overwrite();

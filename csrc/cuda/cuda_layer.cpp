@@ -327,6 +327,10 @@ class CudaLayer final : public DeviceLayer, public std::enable_shared_from_this<
     refuse_in_forked_child();
     return staging_of(device);
   }
+  [[nodiscard]] std::shared_ptr<void> announce_staged(Location device) override {
+    refuse_in_forked_child();
+    return Staging::announce(staging_of(device));
+  }
   [[nodiscard]] Room allocate(std::shared_ptr<const TensorLayout> layout, Location at) override;
   void refuse_while_capturing(Location at, const std::optional<Stream>& stream,
                               std::string_view what) const override;

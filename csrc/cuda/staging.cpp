@@ -132,6 +132,16 @@ Staging::~Staging() {
   }
 }
 
+std::shared_ptr<void> Staging::announce(std::shared_ptr<Staging> staging) {
+  struct Announced {
+    explicit Announced(std::shared_ptr<Staging> at)
+        : staging(std::move(at)), counted(staging->num_needed_now_, 1) {}
+    std::shared_ptr<Staging> staging;
+    Counted counted;
+  };
+  return std::make_shared<Announced>(std::move(staging));
+}
+
 bool Staging::copy(const std::vector<iovec>& runs, const HostEnd& host, const Direction& direction,
                    const std::atomic<bool>& abandon, std::optional<std::int64_t>& device_ns) {
   const auto end_if_abandoned = [&] {

@@ -64,6 +64,9 @@ class Staging {
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
+  /// As long as what it returns lives, copies that give way do.
+  [[nodiscard]] static std::shared_ptr<void> announce(std::shared_ptr<Staging> staging);
+
   struct Direction {
     Location device;
     bool to_device = true;

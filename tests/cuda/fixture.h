@@ -1,10 +1,12 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <future>
 #include <memory>
+#include <thread>
 
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAStream.h>
@@ -20,6 +22,16 @@ inline constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 /// True on the simulated runtime, false on a GPU.
 inline bool simulated() {
   return simcuda_present != nullptr;
+}
+
+/// Waits for what another thread brings about; fails the test where that does not come.
+template <class Predicate>
+void eventually(const char* what, const Predicate& is_so) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (!is_so()) {
+    ASSERT_LT(std::chrono::steady_clock::now(), until) << what << ": it has not come about";
+    std::this_thread::yield();
+  }
 }
 
 /// Keeps a stream from going on until it is opened or dies: held by the simulated runtime, behind a

@@ -195,9 +195,7 @@ TEST_F(OrderEdge, LeaseOfACopyOfWhichChunksAreAheadOfNeed) {
   const Handle handle = only_at(kPinned, kThreeChunks);
   const std::uint64_t before = simcuda_calls("cudaMemcpyAsync");
   (void)manager_->prefetch(one(handle), kDevice);
-  while (simcuda_calls("cudaMemcpyAsync") < before + 2) {
-    std::this_thread::yield();
-  }
+  eventually("two copies", [&] { return simcuda_calls("cudaMemcpyAsync") >= before + 2; });
   without(kStreamWait);
   read(handle, stream_, kThreeChunks);
 }
@@ -415,9 +413,8 @@ TEST_F(OrderEdge, CopyToWhereOneAheadOfNeedGoes) {
   const Handle next = only_at(kPinned);
   const std::uint64_t before = simcuda_calls("cudaMemcpyAsync");
   (void)manager_->prefetch(one(gone), kDevice);
-  while (simcuda_calls("cudaMemcpyAsync") == before) {  // on the stream for such copies
-    std::this_thread::yield();
-  }
+  eventually("a copy, on the stream for such copies",
+             [&] { return simcuda_calls("cudaMemcpyAsync") != before; });
   manager_->drop(gone, kDevice);
   without(kStreamWait);
   manager_->ensure(next, kDevice);
@@ -432,9 +429,7 @@ TEST_F(OrderEdge, CopyAheadOfNeedToWhereOneIsFoundToBeOver) {
   const std::uint64_t before = simcuda_calls("cudaMemcpyAsync");
   const PlanReport report = manager_->prefetch(one(next), kDevice);
   time_passes();
-  while (simcuda_calls("cudaMemcpyAsync") == before) {
-    std::this_thread::yield();
-  }
+  eventually("a copy", [&] { return simcuda_calls("cudaMemcpyAsync") != before; });
   report.wait();
 }
 

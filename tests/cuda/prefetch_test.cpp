@@ -90,9 +90,7 @@ class Prefetch : public DeviceTier {
   }
   /// Asks again and again, as to wait would change what it waits for.
   static void until_done(const PlanReport& report) {
-    while (!is_done(report)) {
-      std::this_thread::yield();
-    }
+    eventually("the end of all copies", [&] { return is_done(report); });
   }
 
   // What follows asks the layer itself, so that no worker goes on meanwhile.
@@ -180,11 +178,13 @@ TEST_F(Prefetch, NoMoreThanTwoChunksAreOutstanding) {
     EXPECT_FALSE(layer_->pace(*second.ready, /*at_once=*/false));
     EXPECT_EQ(counters().copies[SIMCUDA_H2D], 2U);
   }
-  while (!layer_->pace(*first.ready, /*at_once=*/false)) {
-    EXPECT_FALSE(layer_->pace(*second.ready, /*at_once=*/false)) << "in their order";
-  }
-  while (!layer_->pace(*second.ready, /*at_once=*/false)) {
-  }
+  eventually("the end of the first", [&] {
+    const bool has_ended = layer_->pace(*first.ready, /*at_once=*/false);
+    EXPECT_TRUE(has_ended || !layer_->pace(*second.ready, /*at_once=*/false)) << "in their order";
+    return has_ended;
+  });
+  eventually("the end of the second",
+             [&] { return layer_->pace(*second.ready, /*at_once=*/false); });
   EXPECT_EQ(counters().copies[SIMCUDA_H2D], 2U * kNumChunks);
   second.ready->wait();
 }
@@ -524,9 +524,7 @@ TEST_F(Prefetch, OfPageableMemoryGivesWayAndEndsWhenItIsAbandoned) {
     EXPECT_TRUE(layer_->copy_staged(*there, true, host_end(*first), named(stream), done,
                                     {.needed_now = true, .abandon = abandon}));
   });
-  while (counters().copies[SIMCUDA_H2D] == 0) {
-    std::this_thread::yield();
-  }
+  eventually("the first copy", [] { return counters().copies[SIMCUDA_H2D] != 0; });
   DeviceLayer::Progress done;
   EXPECT_FALSE(layer_->copy_staged(*target, true, from_source, std::nullopt, done,
                                    {.needed_now = false, .abandon = abandon}));
@@ -719,9 +717,8 @@ TEST_F(Prefetch, BringsValuesInTheirOrder) {
   const PlanReport report = manager_->prefetch(std::vector{large, other}, kDevice);
   ASSERT_EQ(report.size(), 2U);
   EXPECT_EQ(counters().busy_host_syncs, 0U);
-  while (!report.entries().back().device_elapsed_ns.has_value()) {
-    std::this_thread::yield();
-  }
+  eventually("the end of the last",
+             [&] { return report.entries().back().device_elapsed_ns.has_value(); });
   EXPECT_TRUE(is_done(report));
   EXPECT_EQ(counters().copies[SIMCUDA_H2D], 2U * kNumChunks);
   EXPECT_EQ(byte_of(large, kDevice), 1);
@@ -775,16 +772,13 @@ TEST_F(Prefetch, OfPageableMemoryLetsOthersPass) {
   const Handle needed = value(kChunk, 2);
   simcuda_reset_counters();
   const PlanReport report = manager_->prefetch(one(large), kDevice);
-  while (counters().copies[SIMCUDA_H2D] == 0) {
-    std::this_thread::yield();
-  }
+  eventually("the first copy", [] { return counters().copies[SIMCUDA_H2D] != 0; });
   const ActionReport demanded = manager_->ensure(needed, kDevice);
   // Not before the call: the other goes on as long as nobody has asked.
   const std::uint64_t before = counters().copied_bytes[SIMCUDA_H2D];
   demanded.wait();
-  // Two chunks, its own among them, and what the scheduler lets the other do before the thread that
-  // carries this one out has asked for the buffers. Without giving way it would be all.
-  EXPECT_LT(counters().copied_bytes[SIMCUDA_H2D] - before, 10U * kChunk);
+  // Its own, and the chunk that was under way.
+  EXPECT_LE(counters().copied_bytes[SIMCUDA_H2D] - before, 2U * kChunk);
   report.wait();
   EXPECT_EQ(byte_of(large, kDevice), 1);
   EXPECT_EQ(byte_of(needed, kDevice), 2);
@@ -796,9 +790,8 @@ TEST_F(Prefetch, ClosingTakesItAlong) {
   simcuda_reset_counters();
   (void)manager_->prefetch(one(large), kDevice);
   manager_->close({.wait = false, .force = true});
-  while (counters().copies[SIMCUDA_H2D] < kNumChunks) {  // nothing of it is left behind
-    std::this_thread::yield();
-  }
+  eventually("all chunks, of which none is left behind",
+             [] { return counters().copies[SIMCUDA_H2D] >= kNumChunks; });
 }
 
 // The rest of an earlier copy ahead of need must not come after one that was demanded since.

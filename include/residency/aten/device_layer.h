@@ -60,6 +60,10 @@ class RESIDENCY_API DeviceLayer {
   /// but for `ForkError`.
   [[nodiscard]] virtual std::shared_ptr<void> hold_staging(Location device) = 0;
 
+  /// Until what it returns dies, staged copies at the device that are ahead of need leave the
+  /// buffers to one that is not. Throws `ForkError`.
+  [[nodiscard]] virtual std::shared_ptr<void> announce_staged(Location device) = 0;
+
   struct Room {
     std::shared_ptr<TensorBlock> block;
     /// The first write into the block must come after these.
