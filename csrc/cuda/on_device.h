@@ -1,8 +1,9 @@
 #pragma once
 
-#include <new>
+#include <cstdint>
 
-#include <c10/cuda/CUDAGuard.h>
+#include <c10/core/Device.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/Exception.h>
 
 #include "csrc/core/fork.h"
@@ -30,7 +31,7 @@ class OnDevice {
  public:
   explicit OnDevice(Location device) {
     try {
-      new (&guard_) c10::cuda::CUDAGuard(index_of(device));
+      before_ = c10::cuda::ExchangeDevice(index_of(device));
     } catch (const c10::AcceleratorError& error) {
       throw_error_of_switching(static_cast<cudaError_t>(error.get_error_code()), device);
     }
@@ -39,16 +40,22 @@ class OnDevice {
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
   ~OnDevice() {
-    if (generation_ == device_generation()) {
-      guard_.~CUDAGuard();
+    constexpr int kMostTries = 3;  // c10's guard has one, and that ends the process in torch 2.11
+    for (int i = 0; i < kMostTries && generation_ == device_generation(); ++i) {
+      try {
+        if (c10::cuda::MaybeSetDevice(before_) == cudaSuccess) {
+          return;
+        }
+      } catch (const c10::Error&) {
+        // The next may go well.
+      }
+      (void)cudaGetLastError();
     }
   }
 
  private:
   const std::uint64_t generation_ = device_generation();
-  union {
-    c10::cuda::CUDAGuard guard_;
-  };
+  c10::DeviceIndex before_ = 0;
 };
 
 }  // namespace residency

@@ -453,24 +453,23 @@ TEST_F(DeviceFault, LossOfOneDeviceIsNotThatOfAnother) {
   const auto body = [] {
     const auto manager = create_manager({}, {.devices = make_cuda_layer()});
     const Handle handle = value(*manager, 16 * kMiB, 7);
-    manager->ensure(handle, kOther).wait();
+    manager->move(handle, kPinned).wait();
+    manager->move(handle, kOther).wait();
     const Handle other = value(*manager, kMiB, 8);
     manager->ensure(other, kDevice).wait();
     manager->drop(other, kDevice);
     ASSERT_EQ(simcuda_set("d2h", "1MB/s"), 0) << simcuda_message();
     manager->ensure(handle, kPinned);
+    const PlanReport behind = manager->prefetch(one(handle), kDevice);  // what will not come
     EXPECT_EQ(simcuda_break_device(1, cudaErrorIllegalAddress), 0);
-    try {  // ahead of need, and behind what will not come
-      manager->prefetch(one(handle), kDevice);
-    } catch (const Error&) {
-    }
     try {
-      manager->ensure(handle, kDevice).wait();
-    } catch (const Error&) {
+      behind.wait();
+      ADD_FAILURE() << "its source is lost";
+    } catch (const TransferError& error) {
+      EXPECT_THROW(std::rethrow_exception(error.cause), DeviceLostError);
     }
     manager->ensure(other, kDevice).wait();
     EXPECT_TRUE(holds(*manager, other, kDevice, 8));
-    EXPECT_TRUE(holds(*manager, handle, kHost, 7));
     manager->audit();
     manager->close({.force = true});
   };

@@ -835,6 +835,7 @@ TEST_F(DeviceTier, StreamThatIsAddedAgainWaitsAgain) {
   // One that fails does not take the stream away from those that have added it.
   EXPECT_EQ(simcuda_fail("cudaStreamWaitEvent", 0, 1, cudaErrorInvalidValue), 0);
   EXPECT_THROW(lease.add_stream(named(stream)), UnavailableError);
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   const at::Tensor read = on_device(kMiB);
   Gate gate(stream);
   ASSERT_EQ(cudaMemcpyAsync(read.mutable_data_ptr(), tensors(lease, handle)[0].const_data_ptr(),
