@@ -352,7 +352,9 @@ class CudaLayer final : public DeviceLayer, public std::enable_shared_from_this<
   bool trim() noexcept override;
 
  private:
-  [[nodiscard]] Room take_room(std::shared_ptr<const TensorLayout> layout, Location at);
+  /// `memory` is that of the location.
+  [[nodiscard]] static Room take_room(std::shared_ptr<const TensorLayout> layout, Location at,
+                                      RangeMemory& memory);
   [[nodiscard]] static std::shared_ptr<RangeMemory> make_memory(Location at);
   [[nodiscard]] std::shared_ptr<RangeMemory> memory_at(Location at);
   [[nodiscard]] std::shared_ptr<RangeMemory> find_memory(Location at) const;
@@ -452,17 +454,18 @@ SegmentBytes CudaLayer::predict_segments(Location at, std::span<const MemoryStep
 DeviceLayer::Room CudaLayer::allocate(std::shared_ptr<const TensorLayout> layout, Location at) {
   refuse_in_forked_child();
   refuse_while_caller_captures(at, "no memory is taken");
-  return take_room(std::move(layout), at);
+  return take_room(std::move(layout), at, *memory_at(at));
 }
 
-DeviceLayer::Room CudaLayer::take_room(std::shared_ptr<const TensorLayout> layout, Location at) {
+DeviceLayer::Room CudaLayer::take_room(std::shared_ptr<const TensorLayout> layout, Location at,
+                                       RangeMemory& memory) {
   const c10::Device torch_device =
       at.is_cuda() ? c10::Device(c10::kCUDA, index_of(at)) : c10::Device(c10::kCPU);
   const Bytes nbytes = layout->packed_bytes();
   if (nbytes == Bytes()) {
     return {TensorBlock::pack(std::move(layout), at, at::DataPtr(nullptr, torch_device)), {}};
   }
-  RangeMemory::Allocation allocation = memory_at(at)->allocate(range_bytes(nbytes, at));
+  RangeMemory::Allocation allocation = memory.allocate(range_bytes(nbytes, at));
   return {TensorBlock::pack(std::move(layout), at, std::move(allocation.memory)),
           std::move(allocation.after)};
 }
@@ -487,7 +490,8 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
   refuse_in_forked_child();
   const Route route(request.from, request.to);
   Room room = overwrite != nullptr ? Room{std::move(overwrite), request.overwrite_after}
-                                   : take_room(source.tensor_layout(), request.to);
+                                   : take_room(source.tensor_layout(), request.to,
+                                               *memory_at(request.to));
   CopyResult result;
   result.path = route.path();
   Enqueuing copy = route.begin();
@@ -525,12 +529,13 @@ std::exception_ptr CudaLayer::copy_all(std::span<const CopyRequest> requests,
     refuse_in_forked_child();
     results.reserve(results.size() + requests.size());  // nothing may fail once one is enqueued
     const Route route(requests.front().from, requests.front().to);
+    const auto memory = memory_at(requests.front().to);
     const NvtxRange range(route.label());
     Gathered gathered(route, requests.size(), results);
     try {
       for (const CopyRequest& request : requests) {
         const auto& layout = static_cast<const TensorBlock&>(*request.source).tensor_layout();
-        Room room = take_room(layout, request.to);
+        Room room = take_room(layout, request.to, *memory);
         const bool waits = !is_over(request.source_ready) ||
                            !std::all_of(room.after.begin(), room.after.end(), is_over);
         if (!gathered.empty() && !gathered.has_room(layout->packed_bytes(), waits)) {
