@@ -121,25 +121,25 @@ struct Terms {
 
 /// Memory of the host, or a file, as one end of a transfer: gives or takes a value's bytes from the
 /// first to the last.
-struct HostEnd {
+struct HostSide {
   std::function<void(const std::vector<iovec>&, const Terms&)> transfer;
   std::function<void()> finish = [] {};
   bool is_slow = false;
 };
 
-HostEnd reading(const TensorBlock& memory) {
+HostSide reading(const TensorBlock& memory) {
   return {[cursor = StorageCursor(memory.storages())](const auto& buffers, const Terms&) mutable {
     cursor.read(buffers);
   }};
 }
 
-HostEnd writing(const TensorBlock& memory) {
+HostSide writing(const TensorBlock& memory) {
   return {[cursor = StorageCursor(memory.storages())](const auto& buffers, const Terms&) mutable {
     cursor.write(buffers);
   }};
 }
 
-HostEnd reading(std::shared_ptr<const FileBlock> file) {
+HostSide reading(std::shared_ptr<const FileBlock> file) {
   const auto reader = std::make_shared<FileTier::Reader>(std::move(file));
   return {[reader](const auto& buffers, const Terms& terms) {
             reader->read(buffers, terms.abandon, terms.io);
@@ -147,7 +147,7 @@ HostEnd reading(std::shared_ptr<const FileBlock> file) {
           [reader] { reader->finish(); }, /*is_slow=*/true};
 }
 
-HostEnd writing(std::shared_ptr<FileBlock> file) {
+HostSide writing(std::shared_ptr<FileBlock> file) {
   const auto writer = std::make_shared<FileTier::Writer>(std::move(file));
   return {[writer](const auto& buffers, const Terms& terms) {
             writer->write(buffers, terms.abandon, terms.io);
@@ -155,7 +155,7 @@ HostEnd writing(std::shared_ptr<FileBlock> file) {
           [writer] { writer->finish(); }, /*is_slow=*/true};
 }
 
-void transfer_all(const HostEnd& end, const TensorBlock& memory, const Terms& terms) {
+void transfer_all(const HostSide& end, const TensorBlock& memory, const Terms& terms) {
   end.transfer(memory.storages(), terms);
   end.finish();
 }
@@ -206,7 +206,7 @@ class StagedCopy {
   std::optional<Stream> stream_;
   std::shared_ptr<void> announced_;
   DeviceLayer::Progress progress_;
-  std::optional<HostEnd> host_;  // once it has begun
+  std::optional<HostSide> host_;  // once it has begun
 };
 
 bool engine_is_blocking(FileEngine engine) {

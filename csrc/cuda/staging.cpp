@@ -142,8 +142,10 @@ std::shared_ptr<void> Staging::announce(std::shared_ptr<Staging> staging) {
   return std::make_shared<Announced>(std::move(staging));
 }
 
-bool Staging::copy(const std::vector<iovec>& runs, const HostEnd& host, const Direction& direction,
-                   const std::atomic<bool>& abandon, std::optional<std::int64_t>& device_ns) {
+bool Staging::copy(const std::vector<iovec>& runs,
+                   const std::function<void(const std::vector<iovec>&)>& host,
+                   const Direction& direction, const std::atomic<bool>& abandon,
+                   std::optional<std::int64_t>& device_ns) {
   const auto end_if_abandoned = [&] {
     if (abandon.load(std::memory_order_relaxed)) {
       throw UnavailableError("the transfer was abandoned: its manager has closed");

@@ -77,14 +77,14 @@ class Staging {
     /// To whoever else uses the buffers, or waits for them.
     bool gives_way = false;
   };
-  /// Fills buffers with the next bytes for the device, or takes them out.
-  using HostEnd = std::function<void(const std::vector<iovec>&)>;
+  /// `host` fills buffers with the next bytes for the device, or takes them out.
   /// Returns when all has arrived; false, at once and with nothing done, when it gives way. `runs`
   /// are addresses of the device, which is the current one; small ones share buffers. `device_ns`
   /// is the time from the first copy to the last, where the device can say it. Throws with nothing
   /// of it in flight what `throw_cuda_error` and the host's end throw, `PageLockError`, and
   /// `UnavailableError` when abandoned.
-  [[nodiscard]] bool copy(const std::vector<iovec>& runs, const HostEnd& host,
+  [[nodiscard]] bool copy(const std::vector<iovec>& runs,
+                          const std::function<void(const std::vector<iovec>&)>& host,
                           const Direction& direction, const std::atomic<bool>& abandon,
                           std::optional<std::int64_t>& device_ns);
 

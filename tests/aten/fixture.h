@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -40,6 +41,11 @@ class TemporaryDirectory {
     std::filesystem::remove_all(path_, ignored);
   }
   [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
+  /// A file with this line, and the directories that it lies in.
+  void write(const std::string& file, const std::string& line) const {
+    std::filesystem::create_directories((path_ / file).parent_path());
+    std::ofstream(path_ / file) << line << '\n';
+  }
   /// All files and directories below.
   [[nodiscard]] std::vector<std::filesystem::path> contents() const {
     std::vector<std::filesystem::path> found;

@@ -118,7 +118,7 @@ class DeviceFault : public CudaTest {
   static int run_behind_a_consumer(Manager& manager, const std::vector<Handle>& handles) {
     int num_failed = 0;
     const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
-    const Stream stream{kDevice, consumer.id()};
+    const Stream stream = named(consumer);
     // With this beside them no segment becomes empty: giving one back falls back on waiting.
     const Handle anchor = value(manager, 1000, 1);
     for (const Location device : {kDevice, kOther}) {
@@ -536,7 +536,7 @@ TEST_F(DeviceFault, SegmentGoesToNobodyWhereItsUsesCannotBeWaitedFor) {
   manager->ensure(handle, kDevice).wait();
   const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
   Gate gate(consumer);
-  manager->acquire(one(handle), kDevice, {.stream = Stream{kDevice, consumer.id()}}).release();
+  manager->acquire(one(handle), kDevice, {.stream = named(consumer)}).release();
   EXPECT_EQ(simcuda_fail("cudaStreamWaitEvent", 0, 1, cudaErrorInvalidValue), 0);
   EXPECT_EQ(simcuda_fail("cudaEventSynchronize", 0, 2000, cudaErrorInvalidValue), 0);
   EXPECT_EQ(simcuda_fail("cudaDeviceSynchronize", 0, 1, cudaErrorInvalidValue), 0);
@@ -588,8 +588,7 @@ TEST_F(DeviceFault, UseThatCannotBeRecordedWhenTheManagerClosesKeepsItsMemory) {
     const at::Tensor read = on_device(kMiB);
     const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
     Gate gate(consumer);
-    Lease lease =
-        manager->acquire(one(handle), kDevice, {.stream = Stream{kDevice, consumer.id()}});
+    Lease lease = manager->acquire(one(handle), kDevice, {.stream = named(consumer)});
     ASSERT_EQ(cudaMemcpyAsync(read.mutable_data_ptr(), tensors(lease, handle)[0].const_data_ptr(),
                               kMiB, cudaMemcpyDefault, consumer),
               cudaSuccess);

@@ -72,8 +72,7 @@ TEST_F(ManagerAtExit, StaticWithCopiesInFlight) {
         const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
         EXPECT_EQ(simcuda_hold(consumer.stream()), 0) << simcuda_message();
         const at::Tensor into = on_device(1000);
-        Lease lease =
-            manager->acquire(one(used), kDevice, {.stream = Stream{kDevice, consumer.id()}});
+        Lease lease = manager->acquire(one(used), kDevice, {.stream = named(consumer)});
         EXPECT_EQ(cudaMemcpyAsync(into.mutable_data_ptr(), tensors(lease, used)[0].const_data_ptr(),
                                   1000, cudaMemcpyDefault, consumer),
                   cudaSuccess);

@@ -2,8 +2,6 @@
 
 #include "csrc/cuda/lock_limits.h"
 
-#include <filesystem>
-#include <fstream>
 #include <string>
 
 #include <gtest/gtest.h>
@@ -15,26 +13,21 @@ namespace {
 
 class LockLimits : public ::testing::Test {
  protected:
-  void write(const std::string& path, const std::string& text) const {
-    const std::filesystem::path file = root_.path() / path;
-    std::filesystem::create_directories(file.parent_path());
-    std::ofstream(file) << text << '\n';
-  }
   void has_ulimit(const std::string& most, const std::string& capabilities) const {
-    write("proc/self/limits",
-          "Limit                     Soft Limit           Hard Limit           Units\n"
-          "Max locked memory         " +
-              most + "              unlimited            bytes");
-    write("proc/self/status",
-          "Name:\ttest\nVmLck:\t       8 kB\nVmPin:\t       4 kB\nCapEff:\t" + capabilities);
+    root_.write("proc/self/limits",
+                "Limit                     Soft Limit           Hard Limit           Units\n"
+                "Max locked memory         " +
+                    most + "              unlimited            bytes");
+    root_.write("proc/self/status",
+                "Name:\ttest\nVmLck:\t       8 kB\nVmPin:\t       4 kB\nCapEff:\t" + capabilities);
   }
   void has_group(const std::string& group, const std::string& most, const std::string& current,
                  std::int64_t cache = 0) const {
-    write("sys/fs/cgroup/" + group + "/memory.max", most);
-    write("sys/fs/cgroup/" + group + "/memory.current", current);
-    write("sys/fs/cgroup/" + group + "/memory.stat",
-          "anon 1\nfile 2\ninactive_file " + std::to_string(cache / 2) + "\nactive_file " +
-              std::to_string(cache - cache / 2) + "\nactive_anon 77");
+    root_.write("sys/fs/cgroup/" + group + "/memory.max", most);
+    root_.write("sys/fs/cgroup/" + group + "/memory.current", current);
+    root_.write("sys/fs/cgroup/" + group + "/memory.stat",
+                "anon 1\nfile 2\ninactive_file " + std::to_string(cache / 2) + "\nactive_file " +
+                    std::to_string(cache - cache / 2) + "\nactive_anon 77");
   }
   std::optional<Bytes> found(std::int64_t locked = 0) const {
     return lockable_bytes(Bytes(locked), root_.path());
@@ -50,7 +43,7 @@ class LockLimits : public ::testing::Test {
 TEST_F(LockLimits, NothingLimitsWhereNothingIsSaid) {
   EXPECT_EQ(found(), std::nullopt);
   has_ulimit("unlimited", kNone);
-  write("proc/self/cgroup", "0::/user/job");
+  root_.write("proc/self/cgroup", "0::/user/job");
   has_group("user", "max", "1000");
   EXPECT_EQ(found(), std::nullopt);
 }
@@ -65,7 +58,7 @@ TEST_F(LockLimits, UlimitIsForWhoeverLacksTheCapability) {
 }
 
 TEST_F(LockLimits, LeastOfAllGroupsCounts) {
-  write("proc/self/cgroup", "12:cpu:/other\n0::/user/job");
+  root_.write("proc/self/cgroup", "12:cpu:/other\n0::/user/job");
   has_group("user/job", "max", "5000");
   has_group("user", "9000", "6000");
   EXPECT_EQ(found(), Bytes(3000));
@@ -76,7 +69,7 @@ TEST_F(LockLimits, LeastOfAllGroupsCounts) {
 }
 
 TEST_F(LockLimits, PageCacheMakesRoom) {
-  write("proc/self/cgroup", "0::/");
+  root_.write("proc/self/cgroup", "0::/");
   has_group("", "9000", "8900", 8001);
   EXPECT_EQ(found(), Bytes(9000 - 899));
   has_group("", "9000", "9500", 0);

@@ -7,8 +7,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <string>
 
 #include <c10/cuda/CUDAFunctions.h>
@@ -27,14 +25,11 @@ namespace {
 class Sysfs {
  public:
   [[nodiscard]] std::string root() const { return directory_.path().string(); }
-  void write(const std::string& path, const std::string& text) const {
-    const std::filesystem::path file = directory_.path() / path;
-    std::filesystem::create_directories(file.parent_path());
-    std::ofstream(file) << text << '\n';
+  void has_nodes(const std::string& nodes) const {
+    directory_.write("devices/system/node/online", nodes);
   }
-  void has_nodes(const std::string& nodes) const { write("devices/system/node/online", nodes); }
   void has_device(const std::string& pci_id, const std::string& node) const {
-    write("bus/pci/devices/" + pci_id + "/numa_node", node);
+    directory_.write("bus/pci/devices/" + pci_id + "/numa_node", node);
   }
 
  private:

@@ -95,9 +95,6 @@ class OrderEdge : public CudaTest {
     settle();
     return handle;
   }
-  static Stream named(const c10::cuda::CUDAStream& stream) {
-    return {Location::cuda(stream.device_index()), stream.id()};
-  }
   Lease lease(const Handle& handle, const c10::cuda::CUDAStream& stream,
               Access access = Access::kRead) {
     return manager_->acquire(one(handle), Location::cuda(stream.device_index()),

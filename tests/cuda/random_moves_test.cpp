@@ -52,9 +52,6 @@ class RandomMoves : public CudaTest {
   c10::cuda::CUDAStream any_stream(Location at) {
     return streams_[2 * below(4) + static_cast<std::size_t>(at.cuda_index())];
   }
-  static Stream named(const c10::cuda::CUDAStream& stream) {
-    return {Location::cuda(stream.device_index()), stream.id()};
-  }
 
   void act() {
     const Value& value = any_value();

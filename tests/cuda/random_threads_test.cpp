@@ -86,9 +86,7 @@ class Caller {
     const int device = static_cast<int>(below(2));
     const auto stream = c10::cuda::getStreamFromPool(false, static_cast<c10::DeviceIndex>(device));
     const at::Tensor into = page_locked(nbytes);
-    Lease lease =
-        manager.borrow(one(handle), Location::cuda(device),
-                       {.stream = Stream{Location::cuda(stream.device_index()), stream.id()}});
+    Lease lease = manager.borrow(one(handle), Location::cuda(device), {.stream = named(stream)});
     ASSERT_EQ(cudaMemcpyAsync(into.mutable_data_ptr(), tensors(lease, handle)["x"].const_data_ptr(),
                               static_cast<std::size_t>(nbytes), cudaMemcpyDefault, stream),
               cudaSuccess);

@@ -2,6 +2,7 @@
 // the moves rely on. The same on the simulated runtime and on a GPU.
 
 #include <cstring>
+#include <string>
 
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -164,6 +165,7 @@ TEST_F(StreamTest, ElapsedTimeIsThatOfTheWorkBetween) {
   const double seconds = static_cast<double>(begin.elapsed_time(end)) / 1e3;
   if (simulated()) {
     // 64 MiB at the modelled bandwidth of the link, and the latency of a copy.
+    const std::string rate = simcuda_get("h2d");
     ASSERT_EQ(simcuda_set("h2d", "50GB/s"), 0);
     begin.record(one_);
     device.copy_(source, /*non_blocking=*/true);
@@ -171,6 +173,7 @@ TEST_F(StreamTest, ElapsedTimeIsThatOfTheWorkBetween) {
     end.synchronize();
     EXPECT_GE(begin.elapsed_time(end) * 1e-3, 64.0 * kMiB / 50e9);
     EXPECT_LE(begin.elapsed_time(end) * 1e-3, 64.0 * kMiB / 50e9 + 50e-6);
+    EXPECT_EQ(simcuda_set("h2d", rate.c_str()), 0);
   }
   EXPECT_GT(seconds, 0);
 }

@@ -32,6 +32,10 @@ inline c10::cuda::CUDAStream current(Location at) {
   return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(at.cuda_index()));
 }
 
+inline Stream named(const c10::cuda::CUDAStream& stream) {
+  return {Location::cuda(stream.device_index()), stream.id()};
+}
+
 /// A value in pageable memory whose bytes are all `byte`.
 inline Handle value(Manager& manager, std::int64_t nbytes, int byte, Mutability mutability) {
   at::Tensor tensor = at::empty({nbytes}, at::TensorOptions().dtype(at::kByte));
@@ -100,9 +104,6 @@ class DeviceTier : public CudaTest {
     return testing::value(*manager_, nbytes, byte, mutability);
   }
   int byte_of(const Handle& handle, Location at) { return testing::byte_of(*manager_, handle, at); }
-  static Stream named(const c10::cuda::CUDAStream& stream) {
-    return {Location::cuda(stream.device_index()), stream.id()};
-  }
   /// A consumer's read of the value's first bytes, enqueued.
   void enqueue_read(const Handle& handle, const c10::cuda::CUDAStream& consumer,
                     const at::Tensor& into) {
