@@ -36,7 +36,6 @@ class LockLimits : public ::testing::Test {
   static constexpr const char* kNone = "0000000000000000";
   static constexpr const char* kIpcLock = "0000000000004000";
 
- private:
   TemporaryDirectory root_;
 };
 
