@@ -25,7 +25,8 @@ void World::read(const Handle& handle, ValueView& view) const {
   }
   for (const Materialization* each = found.record->first.get(); each != nullptr;
        each = each->next.get()) {
-    Residence residence;
+    view.residences.push_back({});
+    Residence& residence = *(view.residences.end() - 1);  // in place: it is copied nowhere again
     residence.location = each->location;
     residence.stale = each->stale;
     residence.lost = backend_.is_lost(each->location);
@@ -43,7 +44,6 @@ void World::read(const Handle& handle, ValueView& view) const {
     }
     residence.charge = each->charge;
     residence.block = each->block.get();
-    view.residences.push_back(residence);
   }
 }
 

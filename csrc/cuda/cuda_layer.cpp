@@ -107,11 +107,21 @@ struct Enqueuing {
   c10::SmallVector<FencePtr, 4> after = {};    ///< however they end
   bool blocked = false;
 
+  /// Many copies of one call often come behind the same few fences.
+  static void add_fence(c10::SmallVectorImpl<FencePtr>& to, const FencePtr& fence);
   /// Nothing has to come before it that only the host can wait for.
   [[nodiscard]] bool can_wait_on_stream() const;
   /// Throws with nothing of it in flight.
   std::shared_ptr<EventFence> enqueue_on(cudaStream_t stream);
 };
+
+void Enqueuing::add_fence(c10::SmallVectorImpl<FencePtr>& to, const FencePtr& fence) {
+  constexpr std::size_t kLookedAt = 8;
+  auto* const first = to.end() - std::min(to.size(), kLookedAt);
+  if (std::find(first, to.end(), fence) == to.end()) {
+    to.push_back(fence);
+  }
+}
 
 bool Enqueuing::can_wait_on_stream() const {
   const auto needs_host = [](const FencePtr& fence) {
@@ -249,6 +259,10 @@ class Gathered {
     constexpr auto kMost = Bytes(std::int64_t{1} << 20);  // 20 us at 50 GB/s
     return waits == waits_ && nbytes <= kMost.saturating_sub(nbytes_);
   }
+  /// What they come behind by now.
+  [[nodiscard]] std::span<const FencePtr> after() const noexcept {
+    return {copies_.after.data(), copies_.after.size()};
+  }
   void add(const CopyRequest& request, DeviceLayer::Room room, bool waits);
   /// Adds their results. Throws with none of them in flight.
   void enqueue();
@@ -266,8 +280,10 @@ class Gathered {
 void Gathered::add(const CopyRequest& request, DeviceLayer::Room room, bool waits) {
   const auto& source = static_cast<const TensorBlock&>(*request.source);
   if (waits) {
-    copies_.after.append(room.after.begin(), room.after.end());
-    copies_.sources.push_back(request.source_ready);
+    for (const FencePtr& fence : room.after) {
+      Enqueuing::add_fence(copies_.after, fence);
+    }
+    Enqueuing::add_fence(copies_.sources, request.source_ready);
   }
   Pieces pieces;
   const std::size_t num_bytes = add_pieces(source, *room.block, pieces);
@@ -354,7 +370,7 @@ class CudaLayer final : public DeviceLayer, public std::enable_shared_from_this<
  private:
   /// `memory` is that of the location.
   [[nodiscard]] static Room take_room(std::shared_ptr<const TensorLayout> layout, Location at,
-                                      RangeMemory& memory);
+                                      RangeMemory& memory, std::span<const FencePtr> pending = {});
   [[nodiscard]] static std::shared_ptr<RangeMemory> make_memory(Location at);
   [[nodiscard]] std::shared_ptr<RangeMemory> memory_at(Location at);
   [[nodiscard]] std::shared_ptr<RangeMemory> find_memory(Location at) const;
@@ -458,14 +474,14 @@ DeviceLayer::Room CudaLayer::allocate(std::shared_ptr<const TensorLayout> layout
 }
 
 DeviceLayer::Room CudaLayer::take_room(std::shared_ptr<const TensorLayout> layout, Location at,
-                                       RangeMemory& memory) {
+                                       RangeMemory& memory, std::span<const FencePtr> pending) {
   const c10::Device torch_device =
       at.is_cuda() ? c10::Device(c10::kCUDA, index_of(at)) : c10::Device(c10::kCPU);
   const Bytes nbytes = layout->packed_bytes();
   if (nbytes == Bytes()) {
     return {TensorBlock::pack(std::move(layout), at, at::DataPtr(nullptr, torch_device)), {}};
   }
-  RangeMemory::Allocation allocation = memory.allocate(range_bytes(nbytes, at));
+  RangeMemory::Allocation allocation = memory.allocate(range_bytes(nbytes, at), pending);
   return {TensorBlock::pack(std::move(layout), at, std::move(allocation.memory)),
           std::move(allocation.after)};
 }
@@ -489,9 +505,9 @@ CopyResult CudaLayer::copy(const CopyRequest& request, const TensorBlock& source
                            std::shared_ptr<TensorBlock> overwrite) {
   refuse_in_forked_child();
   const Route route(request.from, request.to);
-  Room room = overwrite != nullptr ? Room{std::move(overwrite), request.overwrite_after}
-                                   : take_room(source.tensor_layout(), request.to,
-                                               *memory_at(request.to));
+  Room room = overwrite != nullptr
+                  ? Room{std::move(overwrite), request.overwrite_after}
+                  : take_room(source.tensor_layout(), request.to, *memory_at(request.to));
   CopyResult result;
   result.path = route.path();
   Enqueuing copy = route.begin();
@@ -535,9 +551,8 @@ std::exception_ptr CudaLayer::copy_all(std::span<const CopyRequest> requests,
     try {
       for (const CopyRequest& request : requests) {
         const auto& layout = static_cast<const TensorBlock&>(*request.source).tensor_layout();
-        Room room = take_room(layout, request.to, *memory);
-        const bool waits = !is_over(request.source_ready) ||
-                           !std::all_of(room.after.begin(), room.after.end(), is_over);
+        Room room = take_room(layout, request.to, *memory, gathered.after());
+        const bool waits = !is_over(request.source_ready) || !room.after.empty();
         if (!gathered.empty() && !gathered.has_room(layout->packed_bytes(), waits)) {
           gathered.enqueue();
         }

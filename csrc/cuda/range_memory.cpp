@@ -11,6 +11,14 @@
 
 namespace residency {
 
+namespace {
+
+bool contains(std::span<const FencePtr> fences, const FencePtr& fence) noexcept {
+  return std::find(fences.begin(), fences.end(), fence) != fences.end();
+}
+
+}  // namespace
+
 RangeMemory::RangeMemory(std::unique_ptr<SegmentSource> source, Bytes alignment)
     : source_(std::move(source)), generation_(device_generation()), ranges_(alignment) {}
 
@@ -21,7 +29,7 @@ RangeMemory::~RangeMemory() {
   }
 }
 
-RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
+RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes, std::span<const FencePtr> pending) {
   free_what_is_set_aside();
   std::unique_ptr<Live> live;
   Allocation allocation;
@@ -39,10 +47,10 @@ RangeMemory::Allocation RangeMemory::allocate(Bytes nbytes) {
       }
       if (const std::optional<Range> range = ranges_.allocate(nbytes); range.has_value()) {
         try {
-          allocation.after = last_uses_in(*range);
+          allocation.after = last_uses_in(*range, pending);
           // Until its user says otherwise: it may be freed before anything was done with it.
           live->uses.last_uses = allocation.after;
-          finished = forget_last_uses_in(*range);
+          finished = forget_last_uses_in(*range, allocation.after);
         } catch (...) {
           ranges_.free(*range);
           throw;
@@ -319,7 +327,8 @@ RangeMemory::Pieces RangeMemory::pieces_in(const Range& range) {
   return {first, freed_.lower_bound(end)};
 }
 
-std::vector<FencePtr> RangeMemory::last_uses_in(const Range& range) {
+std::vector<FencePtr> RangeMemory::last_uses_in(const Range& range,
+                                                std::span<const FencePtr> pending) {
   std::vector<FencePtr> fences;
   if (freed_.empty()) {
     return fences;
@@ -327,7 +336,7 @@ std::vector<FencePtr> RangeMemory::last_uses_in(const Range& range) {
   const auto [first, last] = pieces_in(range);
   for (auto piece = first; piece != last; ++piece) {
     for (const FencePtr& fence : *piece->second.last_uses) {
-      if (is_pending(fence) && std::find(fences.begin(), fences.end(), fence) == fences.end()) {
+      if (!contains(fences, fence) && (contains(pending, fence) || is_pending(fence))) {
         fences.push_back(fence);
       }
     }
@@ -336,7 +345,7 @@ std::vector<FencePtr> RangeMemory::last_uses_in(const Range& range) {
 }
 
 std::vector<RangeMemory::FreedPieces::node_type> RangeMemory::forget_last_uses_in(
-    const Range& range) {
+    const Range& range, std::span<const FencePtr> pending) {
   std::vector<FreedPieces::node_type> forgotten;
   if (freed_.empty()) {
     return forgotten;
@@ -345,14 +354,24 @@ std::vector<RangeMemory::FreedPieces::node_type> RangeMemory::forget_last_uses_i
   if (first == last) {
     return forgotten;
   }
-  forgotten.reserve(static_cast<std::size_t>(std::distance(first, last)));
+  const auto is_over = [&](const Freed& freed) {
+    return std::none_of(freed.last_uses->begin(), freed.last_uses->end(),
+                        [&](const FencePtr& fence) { return contains(pending, fence); });
+  };
   const Bytes end = range.begin + range.nbytes;
+  if (first->first.second == range.begin && first->second.end > end && !is_over(first->second)) {
+    auto shortened = freed_.extract(first);  // its beginning, as is usual: it needs no memory
+    shortened.key().second = end;
+    freed_.insert(last, std::move(shortened));
+    return forgotten;
+  }
+  forgotten.reserve(static_cast<std::size_t>(std::distance(first, last)));
   // What sticks out of the range stays, unless it is over.
   const Freed& tail = std::prev(last)->second;
-  if (tail.end > end && any_pending(*tail.last_uses)) {
+  if (tail.end > end && !is_over(tail)) {
     last = freed_.emplace(Place(range.segment, end), tail).first;
   }
-  if (first->first.second < range.begin && any_pending(*first->second.last_uses)) {
+  if (first->first.second < range.begin && !is_over(first->second)) {
     first->second.end = range.begin;
     ++first;
   }

@@ -69,8 +69,9 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
     /// Pending: the new user's writes come after these.
     std::vector<FencePtr> after;
   };
-  /// Not initialized. Throws what the source throws. `nbytes` > 0.
-  [[nodiscard]] Allocation allocate(Bytes nbytes);
+  /// Not initialized. Throws what the source throws. `nbytes` > 0. Of fences that are `pending` the
+  /// device is not asked again.
+  [[nodiscard]] Allocation allocate(Bytes nbytes, std::span<const FencePtr> pending = {});
   /// Says, before a block over such memory is destroyed, what its last uses were. Memory of which
   /// nobody says so counts as used by others. False for other blocks.
   [[nodiscard]] static bool end_use(const TensorBlock& block, DeviceLayer::LastUses uses);
@@ -123,11 +124,13 @@ class RangeMemory : public std::enable_shared_from_this<RangeMemory> {
   void free_what_is_set_aside() noexcept;
   void add_segment(Bytes nbytes);
   /// What is still to be done in the range.
-  [[nodiscard]] std::vector<FencePtr> last_uses_in(const Range& range);
+  [[nodiscard]] std::vector<FencePtr> last_uses_in(const Range& range,
+                                                   std::span<const FencePtr> pending);
   using FreedPieces = std::map<Place, Freed>;
-  /// Leaves that to its new user. When it throws nothing has changed. Gives what is not needed any
-  /// more, to die without the mutex.
-  [[nodiscard]] std::vector<FreedPieces::node_type> forget_last_uses_in(const Range& range);
+  /// Leaves that, which `pending` says, to its new user. When it throws nothing has changed. Gives
+  /// what is not needed any more, to die without the mutex.
+  [[nodiscard]] std::vector<FreedPieces::node_type> forget_last_uses_in(
+      const Range& range, std::span<const FencePtr> pending);
   using Pieces = std::pair<FreedPieces::iterator, FreedPieces::iterator>;
   [[nodiscard]] Pieces pieces_in(const Range& range);
   [[nodiscard]] std::vector<FencePtr> last_uses_in_segment(std::uint32_t number) const;
