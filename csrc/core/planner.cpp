@@ -197,7 +197,7 @@ class Plan {
     verdict_.source = source.location;
     wait_for_departures();
     if (value_.record->write_leased) {
-      refuse_protected(source);
+      refuse_write_leased();
       return;
     }
     verdict_.reason = Reason::kCopied;
@@ -214,7 +214,11 @@ class Plan {
       refuse_nothing_to_copy();
       return;
     }
-    if (target.num_leases != 0 || value_.record->write_leased) {
+    if (value_.record->write_leased) {
+      refuse_write_leased();
+      return;
+    }
+    if (target.num_leases != 0) {
       verdict_.source = target.location;
       refuse_protected(target);
       return;
@@ -262,6 +266,17 @@ class Plan {
          .temporary = true});
   }
 
+  /// Nothing is copied while somebody writes. The one that is written is leased, and no other can
+  /// be.
+  void refuse_write_leased() {
+    refuse(Reason::kProtected);
+    for (const Residence& each : value_.residences) {
+      if (each.num_leases != 0) {
+        verdict_.source = each.location;
+        refuse_protected(each);
+      }
+    }
+  }
   void refuse_protected(const Residence& residence) {
     verdict_.protection = {residence.num_leases, residence.num_holds, residence.num_pending};
     refuse(Reason::kProtected);

@@ -108,6 +108,9 @@ void drain(cudaStream_t stream, Location device) noexcept {
     if (error != cudaSuccess) {
       (void)cudaGetLastError();
     }
+    if (error == cudaErrorInvalidResourceHandle) {  // one of the caller's, who has destroyed it
+      return synchronize_device(device);
+    }
     if (is_lost(error)) {
       note_lost(device);
     }
@@ -150,16 +153,26 @@ FencePtr record_stream(const Stream& stream) {
   const OnDevice current(device);
   const cudaStream_t handle = handle_of(stream);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(handle, &status) == cudaErrorInvalidResourceHandle) {
-    (void)cudaGetLastError();
-    if (!synchronize_device(device)) {
-      throw UnavailableError(fmt::format(
-          "a stream of {} was destroyed, and the device cannot be waited for", to_string(device)));
+  cudaError_t error = cudaStreamIsCapturing(handle, &status);
+  if (error != cudaErrorInvalidResourceHandle) {
+    const RelaxedCapture relaxed;
+    if (is_capturing(handle, device)) {
+      return nullptr;
     }
-    return Fence::done();
+    auto fence = EventFence::prepare(streams.events, handle);
+    error = fence->record();
+    if (error != cudaErrorInvalidResourceHandle) {
+      check_cuda(error, device, "cudaEventRecord");
+      return fence;
+    }
   }
-  const RelaxedCapture relaxed;
-  return is_capturing(handle, device) ? nullptr : EventFence::record(streams.events, handle);
+  // The stream was destroyed, or never was: what was done on it is over when all is.
+  (void)cudaGetLastError();
+  if (!synchronize_device(device)) {
+    throw UnavailableError(fmt::format(
+        "{} has no such stream any more, and the device cannot be waited for", to_string(device)));
+  }
+  return Fence::done();
 }
 
 DeviceStreams& streams_of(Location device) {

@@ -100,6 +100,25 @@ TEST_F(LeaseTest, NothingLeasedIsMovedOrFreed) {
   lease.release();
 }
 
+TEST_F(LeaseTest, WhatStandsInTheWayOfACopyIsTheWriteLease) {
+  start();
+  const Handle a = adopt(kPinned, 100, kReplicable, kMutable);
+  manager->ensure(a, kCuda0);
+  backend->complete_all();
+  Lease lease = acquire(a, kCuda0, Access::kWrite);
+  for (const ResidencyAction& action : {ResidencyAction(EnsureResident{a, kPageable}),
+                                        ResidencyAction(MoveResident{a, kPageable, kPinned})}) {
+    try {
+      manager->apply(action);
+      ADD_FAILURE() << "it would copy what is being written";
+    } catch (const InUseError& error) {
+      const std::string text = error.what();
+      EXPECT_NE(text.find("at cuda:0 is protected: 1 lease(s)"), std::string::npos) << text;
+    }
+  }
+  lease.release();
+}
+
 TEST_F(LeaseTest, HostLeaseReturnsWhenTheValueIsReady) {
   start();
   const Handle a = adopt(kCuda0, 100);

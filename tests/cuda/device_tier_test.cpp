@@ -779,6 +779,66 @@ TEST_F(DeviceTier, CaptureStaysValidAndUsesWhatIsThere) {
   EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
 }
 
+// As the guide says: a hold for the addresses, and a lease around each replay.
+TEST_F(DeviceTier, GraphReplayedWithinLeasesReadsWhatIsThereByThen) {
+  const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool();
+  const Handle handle = value(kMiB, 1, Mutability::kMutable);
+  manager_->ensure(handle, kPinned).wait();
+  manager_->ensure(handle, kDevice).wait();
+  const at::Tensor read = page_locked(kMiB);
+  const AcquireOptions on_stream{.stream = named(stream)};
+  Hold hold = manager_->hold(one(handle), kDevice);
+  Lease captured = manager_->acquire(one(handle), kDevice, on_stream);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  ASSERT_EQ(
+      cudaMemcpyAsync(read.mutable_data_ptr(), tensors(captured, handle)["x"].const_data_ptr(),
+                      kMiB, cudaMemcpyDeviceToHost, stream),
+      cudaSuccess);
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  captured.release();
+  cudaGraphExec_t replayed = nullptr;
+  ASSERT_EQ(cudaGraphInstantiate(&replayed, graph, 0), cudaSuccess);
+  for (const int byte : {2, 3}) {
+    {
+      Lease writer = manager_->acquire(one(handle), kPinned, {.access = Access::kWrite});
+      std::memset(tensors(writer, handle)["x"].mutable_data_ptr(), byte, kMiB);
+      writer.release();
+    }
+    manager_->ensure(handle, kDevice);  // refreshed in place, behind the replay before
+    Lease lease = manager_->acquire(one(handle), kDevice, on_stream);
+    ASSERT_EQ(cudaGraphLaunch(replayed, stream), cudaSuccess);
+    lease.release();
+    stream.synchronize();
+    EXPECT_EQ(static_cast<const char*>(read.const_data_ptr())[kMiB - 1], byte);
+  }
+  EXPECT_EQ(cudaGraphExecDestroy(replayed), cudaSuccess);
+  EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  hold.release();
+}
+
+// An easy mistake, of which neither the card nor the value must be the victim.
+TEST_F(DeviceTier, StreamThatWasDestroyedTooEarlyHarmsNobody) {
+  const Handle there = value(kMiB, 1);
+  const Handle pageable = value(kMiB, 2);
+  manager_->ensure(there, kDevice).wait();
+  cudaStream_t own = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking), cudaSuccess);
+  const Stream stream = named(c10::cuda::getStreamFromExternal(own, 0));
+  Lease lease = manager_->acquire(one(there), kDevice, {.stream = stream});
+  ASSERT_EQ(cudaStreamDestroy(own), cudaSuccess);
+  EXPECT_NO_THROW(lease.release());
+  manager_->drop(there, kDevice);
+  EXPECT_THROW(manager_->ensure(pageable, kDevice, {.stream = stream}).wait(), Error);
+  EXPECT_THROW(manager_->ensure(there, kDevice, {.stream = stream}).wait(), Error);
+  EXPECT_FALSE(layer_->is_lost(kDevice));
+  for (const Handle& handle : {there, pageable}) {
+    manager_->ensure(handle, kDevice).wait();
+  }
+  EXPECT_EQ(byte_of(there, kDevice), 1);
+  EXPECT_EQ(byte_of(pageable, kDevice), 2);
+}
+
 // Not the current one: nothing of ours may become part of the graph, nor end its capture.
 TEST_F(DeviceTier, NothingIsCopiedOnAStreamThatIsCaptured) {
   const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool();

@@ -57,13 +57,18 @@ class RESIDENCY_API Lease {
   /// `HandleError` for one of another manager, and `LifetimeClosedError` after release.
   [[nodiscard]] View& view(const Handle& handle) const;
 
-  /// Makes another stream wait for the values and count as their user.
+  /// Makes another stream wait for the values and count as their user. Throws
+  /// `std::invalid_argument` for one of another location, `LifetimeClosedError` after release,
+  /// `CaptureError` while the stream is captured and a value is not ready.
   void add_stream(const Stream& stream);
 
   /// Ends the lease: last uses are recorded on every stream, and a later drop or move is ordered
   /// after them on the device. With `wait` the host waits until nothing is pending. The second
   /// release returns at once, also when the first has not waited. Throws `UndeclaredWriteError`
-  /// after the lease has ended, naming the first field that was written without a write lease.
+  /// after the lease has ended, naming the first field that was written without a write lease; and,
+  /// with the lease active still, `CaptureError` while one of its streams is captured into a graph
+  /// (take leases before a capture and release them after it) and `UnavailableError` when a use
+  /// cannot be recorded. For a stream that was destroyed meanwhile the host waits for its device.
   void release(bool wait = false);
 
  private:
@@ -72,7 +77,8 @@ class RESIDENCY_API Lease {
   std::unique_ptr<LeaseState> state_;
 };
 
-/// Keeps materializations from being removed without giving access.
+/// Keeps materializations from being removed without giving access. Orders no work: what uses the
+/// bytes while they may change takes a lease.
 ///
 /// Thread-safe, movable, not copyable; one that was moved from may only be destroyed, assigned to,
 /// released (which does nothing) and asked whether it is active. Destroying an active hold releases

@@ -12,6 +12,7 @@
 #include "residency/core/action.h"
 #include "residency/core/backend.h"
 #include "residency/core/bytes.h"
+#include "residency/core/errors.h"
 #include "residency/core/explanation.h"
 #include "residency/core/export.h"
 #include "residency/core/handle.h"
@@ -109,14 +110,16 @@ class RESIDENCY_API Manager {
   /// Simulates the whole sequence, then carries it out. Throws `PlanError` with nothing changed,
   /// `PlanExecutionError` after something was begun.
   PlanReport execute(std::span<const ResidencyAction> actions, const ExecuteOptions& options = {});
-  /// A hint: brings values to a location ahead of need, in this order, as far as they fit. It gives
-  /// up nothing, waits for nothing and loads nothing, and stops at the first value that cannot be
-  /// brought like that; the report has an entry for each before it. The copies begin in that order,
-  /// in chunks of 16 MiB of which at most two are outstanding in one direction of a device, so that
-  /// copies which are needed now come at most two chunks late. One that has to wait for a busy
-  /// stream holds up those after it in the same direction of the device, and no others. Whoever
-  /// waits for a copy has the rest of it enqueued at once. Throws `HandleError`, `ClosedError`,
-  /// `ForkError`, and `TransferError` when an earlier transfer of a value is found to have failed.
+  /// A hint: brings copies of values to a location ahead of need, in this order, as far as they
+  /// fit. It gives up nothing, waits for nothing and loads nothing, and stops at the first value
+  /// that cannot be brought like that (an exclusive one, of which there is no second copy, or one
+  /// that does not fit); the report has an entry for each before it, and `explain` of an `ensure`
+  /// says why the next is none. The copies begin in that order, in chunks of 16 MiB of which at
+  /// most two are outstanding in one direction of a device, so that copies which are needed now
+  /// come at most two chunks late. One that has to wait for a busy stream holds up those after it
+  /// in the same direction of the device, and no others. Whoever waits for a copy has the rest of
+  /// it enqueued at once. Throws `HandleError`, `ClosedError`, `ForkError`, and `TransferError`
+  /// when an earlier transfer of a value is found to have failed.
   PlanReport prefetch(std::span<const Handle> handles, Location at);
   /// The dry run: same order, same planner, no load, no allocation, no trace, no version.
   [[nodiscard]] Explanation explain(

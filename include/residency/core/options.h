@@ -63,8 +63,8 @@ struct ActionOptions {
   /// Otherwise it is refused, with `BudgetError` for the first and `UnavailableError` for the
   /// others. Loading from a source is work, not waiting.
   bool may_block = true;
-  /// The copy is ahead of need, as one of `Manager::prefetch`. Without effect on copies on a stream
-  /// of the caller's, and where the source is given up (`move`).
+  /// The copy is ahead of need, as one of `Manager::prefetch`: of a replicable value. Without
+  /// effect on copies on a stream of the caller's, and where the source is given up (`move`).
   bool prefetch = false;
 };
 
