@@ -29,7 +29,11 @@ SegmentSource::Segment DeviceSegments::make(Bytes nbytes) {
   });
   try {
     // The block may be one that was given back, behind what the arena's stream was made to wait
-    // for.
+    // for. Mostly that is over: then nobody need wait for anything.
+    if (cudaStreamQuery(streams.arena) == cudaSuccess) {
+      return {data, nullptr};
+    }
+    (void)cudaGetLastError();  // "not ready" too would be found by whoever asks next
     return {data, EventFence::record(streams.events, streams.arena)};
   } catch (...) {
     c10::cuda::CUDACachingAllocator::raw_delete(data);
