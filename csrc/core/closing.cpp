@@ -163,10 +163,17 @@ void ManagerState::record_last_uses(Lock& lock, CutShort& leases) noexcept {
 void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
   // Records stay until the state dies: threads that waited for a turn still look at them.
   torn_down_ = true;
-  // Every call finds the manager closed, so that nobody looks at any of this any more.
+  // Whoever has waited and settles now finds nothing; none of this allocates.
+  auto arrivals = std::exchange(arrivals_, {});
+  auto retiring = std::exchange(retiring_, {});
+  auto escaped = std::exchange(escaped_, {});
+  auto failures = std::exchange(failures_, {});
+  auto reservations = std::exchange(reservations_, {});
+  auto orphans = std::move(orphans_);
+  // Every call finds the manager closed, so that nobody looks at the values' blocks any more.
   const Unlocked unlocked(*this, lock);
-  while (orphans_ != nullptr) {  // and their views, before the blocks
-    orphans_ = std::move(orphans_->next);
+  while (orphans != nullptr) {  // and their views, before the blocks
+    orphans = std::move(orphans->next);
   }
   values_.for_each([&](ValueRecord& record) {
     while (record.first) {
@@ -177,7 +184,7 @@ void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
     record.source = nullptr;
     record.spec.layout = nullptr;
   });
-  for (Arrival& each : arrivals_) {
+  for (Arrival& each : arrivals) {
     BlockPtr retained = each.fence->take_retained();  // fences live on in reports
     if (each.departing != nullptr) {                  // the fence is among its readers
       if (each.departing->block == nullptr) {
@@ -186,16 +193,14 @@ void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
       give_back_at_close(*each.departing);
     }
   }
-  for (Retiring& each : retiring_) {
+  for (Retiring& each : retiring) {
     if (each.block) {
       backend_->release(std::move(each.block), std::move(each.until));
     }
   }
-  arrivals_.clear();
-  retiring_.clear();
-  escaped_.clear();
-  failures_.clear();
-  reservations_.clear();
+  arrivals.clear();
+  retiring.clear();
+  reservations.clear();
   backend_->close(wait);
 }
 

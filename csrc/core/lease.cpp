@@ -599,6 +599,9 @@ void ManagerState::start_call(Lock& lock) {
 
 /// Another try for those that could not be ended when they were destroyed. Opens the mutex.
 void ManagerState::end_orphans(Lock& lock) noexcept {
+  if (closed()) {
+    return;  // it has ended them, or is at it with the mutex open
+  }
   std::unique_ptr<LeaseState> left = std::move(orphans_);
   while (left != nullptr) {
     std::unique_ptr<LeaseState> each = std::exchange(left, std::move(left->next));
