@@ -39,7 +39,10 @@ namespace residency {
 /// Errors common to all operations: `ClosedError` after close, `ReentrancyError` from inside a
 /// source's `load`, `HandleError` for a foreign, unknown or discarded handle, `UnavailableError`
 /// for a location that does not exist here, `ForkError` in a forked child where the location or a
-/// worker is lost. Every error leaves state and version as they were unless it says otherwise.
+/// worker is lost. Where memory is out, what the allocator in question throws is passed on
+/// (`std::bad_alloc`; of a device `c10::OutOfMemoryError`): a card's capacity is no budget and not
+/// looked at beforehand. Every error leaves state and version as they were unless it says
+/// otherwise.
 class RESIDENCY_API Manager {
  public:
   /// Throws `std::invalid_argument` for duplicate budgets or disks, and what `Backend::open`

@@ -15,6 +15,8 @@
 
 namespace residency {
 
+/// Bounds what values, reservations and staging buffers are charged at a location. The memory that
+/// they lie in comes in segments, which `explain` predicts and no budget bounds.
 struct LocationBudget {
   Location location;
   std::optional<Bytes> budget = std::nullopt;  ///< none: accounted, never limited

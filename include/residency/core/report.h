@@ -42,7 +42,11 @@ struct TransitionRecord {
   /// Steady clock. Copies that a call makes together have the times of all of them.
   std::int64_t host_start_ns = 0;
   std::int64_t host_end_ns = 0;
-  std::optional<std::int64_t> device_elapsed_ns;  ///< once the fence has completed, when known
+  /// How long the copy took, once it has completed. `direct` and `peer`: on the device, from the
+  /// first chunk to the last where it was ahead of need. `staged`, and `file` to or from a device:
+  /// there too, from its first copy to its last, with what those waited for in between. Otherwise a
+  /// thread's time. None where it is not known, and where nothing was copied.
+  std::optional<std::int64_t> device_elapsed_ns;
   std::string plan;     ///< name of the plan or execute call; empty for direct calls
   std::string failure;  ///< why, when `failed`
 
@@ -113,7 +117,9 @@ class RESIDENCY_API PlanReport {
 /// One JSON object per line.
 [[nodiscard]] RESIDENCY_API std::string to_json_lines(const std::vector<TransitionRecord>& records);
 /// A Chrome trace (`chrome://tracing`, Perfetto): one complete event per transition, one row per
-/// destination, host times in microseconds.
+/// destination. Times are the host's, in microseconds: they are those of the calls, which mostly
+/// end before their copies do (`device_elapsed_ns` is among the arguments). The copies themselves
+/// are in PyTorch's profiler and NVIDIA's tools, under the names of the library.
 [[nodiscard]] RESIDENCY_API std::string to_chrome_trace(
     const std::vector<TransitionRecord>& records);
 
