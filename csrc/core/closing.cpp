@@ -200,6 +200,8 @@ void ManagerState::tear_down(Lock& lock, bool wait) noexcept {
   }
   arrivals.clear();
   retiring.clear();
+  escaped.clear();
+  failures.clear();
   reservations.clear();
   backend_->close(wait);
 }

@@ -494,6 +494,9 @@ void ManagerState::end_accesses(LeaseState& lease, std::span<const Stream> strea
 }
 
 void ManagerState::release(LeaseState& lease, bool wait) {
+  if (lease.ended.load(std::memory_order_acquire)) {
+    return;
+  }
   if (wait && lease.location.is_cuda() && !closed()) {
     backend_->check_may_wait();
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/util/Exception.h>
 
 #include "csrc/cuda/event_fence.h"
 #include "csrc/cuda/on_device.h"
@@ -23,10 +24,13 @@ SegmentSource::Segment DeviceSegments::make(Bytes nbytes) {
   const DeviceStreams& streams = streams_of(location_);
   const RelaxedCapture relaxed;
   const OnDevice current(location_);
-  void* data = with_typed_errors(location_, "cudaMalloc", [&] {
-    return c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(
+  void* data = nullptr;
+  try {
+    data = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(
         static_cast<std::size_t>(nbytes.count()), streams.arena);
-  });
+  } catch (const c10::AcceleratorError& error) {  // no `c10::OutOfMemoryError`: users expect that
+    throw_cuda_error(static_cast<cudaError_t>(error.get_error_code()), location_, "cudaMalloc");
+  }
   try {
     // The block may be one that was given back, behind what the arena's stream was made to wait
     // for. Mostly that is over: then nobody need wait for anything.

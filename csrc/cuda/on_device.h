@@ -13,17 +13,6 @@
 
 namespace residency {
 
-/// Calls c10 on behalf of a device; its errors come as what `throw_cuda_error` throws, but for
-/// `c10::OutOfMemoryError`, which is the one that users of PyTorch expect.
-template <class Call>
-auto with_typed_errors(Location device, const char* what, const Call& call) {
-  try {
-    return call();
-  } catch (const c10::AcceleratorError& error) {
-    throw_cuda_error(static_cast<cudaError_t>(error.get_error_code()), device, what);
-  }
-}
-
 /// Makes a device the current one of the thread in its scope. By c10, which makes no context at the
 /// device that it goes back to; but not once the process exits, when c10's static objects may be
 /// gone. Throws what `throw_cuda_error` throws.

@@ -10,7 +10,6 @@
 #include "csrc/core/fork.h"
 
 namespace residency {
-
 namespace {
 
 bool contains(std::span<const FencePtr> fences, const FencePtr& fence) noexcept {

@@ -51,6 +51,17 @@ cudaStream_t make_stream(Location device) {
   return stream;
 }
 
+cudaError_t ask_whether_capturing(cudaStream_t stream, bool& captures) noexcept {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+  captures = error == cudaSuccess && status != cudaStreamCaptureStatusNone;
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+  }
+  // The legacy stream answers so while another stream captures in global mode: it does not itself.
+  return error == cudaErrorStreamCaptureImplicit ? cudaSuccess : error;
+}
+
 }  // namespace
 
 DeviceStreams* find_streams(Location device) noexcept {
@@ -99,9 +110,7 @@ void throw_error_of_switching(cudaError_t error, Location device) {
 void drain(cudaStream_t stream, Location device) noexcept {
   const RelaxedCapture relaxed;
   const bool is_over = try_for_a_second([&] {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    if (cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
-        status != cudaStreamCaptureStatusNone) {
+    if (bool captures = false; ask_whether_capturing(stream, captures) == cudaSuccess && captures) {
       return synchronize_device(device);  // to wait for the stream itself would end the capture
     }
     const cudaError_t error = cudaStreamSynchronize(stream);
@@ -122,15 +131,9 @@ void drain(cudaStream_t stream, Location device) noexcept {
 }
 
 bool is_capturing(cudaStream_t stream, Location device) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
-  // The legacy stream answers so while another stream captures in global mode: it does not itself.
-  if (error == cudaErrorStreamCaptureImplicit) {
-    (void)cudaGetLastError();
-    return false;
-  }
-  check_cuda(error, device, "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
+  bool captures = false;
+  check_cuda(ask_whether_capturing(stream, captures), device, "cudaStreamIsCapturing");
+  return captures;
 }
 
 cudaStream_t handle_of(const Stream& stream) {
@@ -152,13 +155,14 @@ FencePtr record_stream(const Stream& stream) {
   const DeviceStreams& streams = streams_of(device);
   const OnDevice current(device);
   const cudaStream_t handle = handle_of(stream);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  cudaError_t error = cudaStreamIsCapturing(handle, &status);
+  bool captures = false;
+  cudaError_t error = ask_whether_capturing(handle, captures);
   if (error != cudaErrorInvalidResourceHandle) {
-    const RelaxedCapture relaxed;
-    if (is_capturing(handle, device)) {
+    check_cuda(error, device, "cudaStreamIsCapturing");
+    if (captures) {
       return nullptr;
     }
+    const RelaxedCapture relaxed;
     auto fence = EventFence::prepare(streams.events, handle);
     error = fence->record();
     if (error != cudaErrorInvalidResourceHandle) {

@@ -23,10 +23,6 @@ namespace allocator = c10::cuda::CUDACachingAllocator;
 
 constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
-std::int64_t allocated_bytes() {
-  return allocator::getDeviceStats(0).allocated_bytes[kAll].current;
-}
-
 /// Not PyTorch's own, and with no memory to give.
 std::shared_ptr<allocator::CUDAAllocator> make_foreign() {
   return torch::cuda::CUDAPluggableAllocator::createCustomAllocator(

@@ -522,17 +522,11 @@ TEST_F(DeviceFault, CurrentDeviceThatIsNotToldEndsNothing) {
 
 // Nobody knows when the work that reads it is over.
 TEST_F(DeviceFault, SegmentGoesToNobodyWhereItsUsesCannotBeWaitedFor) {
-  using c10::CachingAllocator::StatType;
-  const auto allocated = [] {
-    return c10::cuda::CUDACachingAllocator::getDeviceStats(0)
-        .allocated_bytes[static_cast<std::size_t>(StatType::AGGREGATE)]
-        .current;
-  };
   const auto layer = make_cuda_layer();
   const auto manager = create_manager({}, {.devices = layer});
   const Handle handle = value(*manager, 32 * kMiB, 7);
   manager->ensure(handle, kPinned).wait();
-  const std::int64_t before = allocated();
+  const std::int64_t before = allocated_bytes();
   manager->ensure(handle, kDevice).wait();
   const c10::cuda::CUDAStream consumer = c10::cuda::getStreamFromPool();
   Gate gate(consumer);
@@ -543,7 +537,7 @@ TEST_F(DeviceFault, SegmentGoesToNobodyWhereItsUsesCannotBeWaitedFor) {
   manager->drop(handle, kDevice);
   EXPECT_EQ(simcuda_fail("cudaEventSynchronize", 0, 0, 0), 0);
   EXPECT_EQ(layer->usage(kDevice).segments, Bytes());
-  EXPECT_EQ(allocated(), before + 32 * kMiB);
+  EXPECT_EQ(allocated_bytes(), before + 32 * kMiB);
   gate.open();
 }
 

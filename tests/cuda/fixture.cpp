@@ -80,6 +80,13 @@ at::Tensor on_device(std::int64_t nbytes, int device) {
                                  at::kCUDA, static_cast<c10::DeviceIndex>(device)));
 }
 
+std::int64_t allocated_bytes(int device) {
+  constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  return c10::cuda::CUDACachingAllocator::getDeviceStats(static_cast<c10::DeviceIndex>(device))
+      .allocated_bytes[kAll]
+      .current;
+}
+
 at::Tensor page_locked(std::int64_t nbytes) {
   return at::empty({nbytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
 }

@@ -52,6 +52,8 @@ class Gate {
 
 /// Bytes on a device, from PyTorch's caching allocator; not initialized.
 at::Tensor on_device(std::int64_t nbytes, int device = 0);
+/// What PyTorch's caching allocator has given out.
+std::int64_t allocated_bytes(int device = 0);
 /// Page-locked bytes, from PyTorch's caching host allocator; not initialized.
 at::Tensor page_locked(std::int64_t nbytes);
 

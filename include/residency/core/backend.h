@@ -162,13 +162,13 @@ class RESIDENCY_API Backend {
   /// `DeviceLostError`.
   virtual void check_answers(Location location);
   /// Throws `CaptureError` where the calling thread must not wait for a device. Asked before the
-  /// manager waits for fences, with its mutex held: as a pure query, but that it throws.
+  /// manager waits for fences, with its mutex held or not: as a pure query, but that it throws.
   virtual void check_may_wait() const;
   /// What the packed value will really occupy at the location, rounded as the location rounds.
   /// Pure query, and constant for one spec and location.
   [[nodiscard]] virtual Bytes occupied_bytes(const ValueSpec& spec, Location location) const = 0;
   /// The path that a copy will take. Pure query. Copies on `kStaged` and `kFile` can fail after
-  /// `copy` returned; all others cannot.
+  /// `copy` returned, and those that were put off (`CopyResult::put_off`); all others cannot.
   [[nodiscard]] virtual TransferPath path(Location from, Location to) const = 0;
   /// True where freed memory may be reused at once because later work is ordered behind earlier
   /// uses by the device (CUDA); false where bytes stay in use until fences complete. Pure query.
@@ -241,7 +241,8 @@ class RESIDENCY_API Backend {
                                                             std::string_view label);
 };
 
-/// True for the paths on which a copy can fail after it was enqueued.
+/// True for the paths on which a copy can fail after it was enqueued; one that was put off can on
+/// any, until it is.
 [[nodiscard]] constexpr bool can_fail_later(TransferPath path) noexcept {
   return path == TransferPath::kStaged || path == TransferPath::kFile;
 }

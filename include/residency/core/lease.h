@@ -66,8 +66,9 @@ class RESIDENCY_API Lease {
   /// after them on the device. With `wait` the host waits until nothing is pending. The second
   /// release returns at once, also when the first has not waited. Throws `UndeclaredWriteError`
   /// after the lease has ended, naming the first field that was written without a write lease; and,
-  /// with the lease active still, `CaptureError` while one of its streams is captured into a graph
-  /// (take leases before a capture and release them after it) and `UnavailableError` when a use
+  /// with the lease active still, `CaptureError` while one of its streams is captured into a graph,
+  /// or with `wait` while the caller captures (take leases before a capture and release them after
+  /// it), and `UnavailableError` when a use
   /// cannot be recorded. For a stream that was destroyed meanwhile the host waits for its device.
   void release(bool wait = false);
 
